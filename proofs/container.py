@@ -214,12 +214,12 @@ def _make_devices(folder: Path) -> None:
 
 def _make_read_only(root: Path, writable: set[str]) -> None:
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        place = line.split()[4].encode().decode("unicode_escape")
-        inside = Path(place)
+        path = line.split()[4].encode().decode("unicode_escape")
+        inside = Path(path)
         if not inside.is_relative_to(root):
             continue
         if f"/{inside.relative_to(root)}" not in writable:
-            _mount(place, None, "-o", "remount,bind,ro")
+            _mount(path, None, "-o", "remount,bind,ro")
 
 
 def _move_into(root: Path) -> None:
@@ -236,8 +236,8 @@ def _below(root: Path, path: str) -> Path:
 
 
 def _mount(source: str, target: Path | None, *options: str) -> None:
-    places = [source] if target is None else [source, str(target)]
-    subprocess.run(["mount", *options, *places], check=True)
+    operands = [source] if target is None else [source, str(target)]
+    subprocess.run(["mount", *options, *operands], check=True)
 
 
 def main() -> NoReturn:

@@ -52,8 +52,8 @@ def write_result(path: Path, content: dict[str, Any]) -> None:
 
 def print_rows(rows: list[Row]) -> None:
     for row in rows:
-        word = {True: "PASS", False: "FAIL", None: "SEEN"}[row["passed"]]
-        print(word, row["claim"], json.dumps(row["numbers"])[:400])
+        verdict = {True: "PASS", False: "FAIL", None: "SEEN"}[row["passed"]]
+        print(verdict, row["claim"], json.dumps(row["numbers"])[:400])
 
 
 def read_commit() -> str | None:
@@ -61,10 +61,10 @@ def read_commit() -> str | None:
         return named
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
-        done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=False)
+        result = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=False)
     except FileNotFoundError:
         return None
-    return done.stdout.strip() or None
+    return result.stdout.strip() or None
 
 
 def _version_of(package: str) -> str | None:

@@ -49,7 +49,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def _is_required(config: pytest.Config) -> bool:
     requested = any(
-        folder.rstrip("/") in str(word) for word in config.args for folder in LAB_FOLDERS
+        folder.rstrip("/") in str(argument) for argument in config.args for folder in LAB_FOLDERS
     )
     return os.environ.get("CI", "") not in ("", "false") and (requested or bool(_chosen | _skipped))
 

@@ -32,16 +32,16 @@ SPARE = tuple(os.environ.get("SPARK_SPARE_GUESTS", "lab-21 lab-22").split())
 
 
 def lab(*arguments: str, timeout_s: float = 1500) -> str:
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "lab", *arguments],
         cwd=CHECKOUT, capture_output=True, text=True, timeout=timeout_s, check=False,
         stdin=subprocess.DEVNULL,
     )  # fmt: skip
-    if done.returncode != 0:
+    if result.returncode != 0:
         raise RuntimeError(
-            f"lab {' '.join(arguments)}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+            f"lab {' '.join(arguments)}:\n{result.stdout[-3000:]}{result.stderr[-3000:]}"
         )
-    return done.stdout
+    return result.stdout
 
 
 @contextmanager
@@ -74,17 +74,17 @@ class Guest:
     ip: str
 
     def run(self, command: str, *, check: bool = True, timeout_s: float = 120) -> str:
-        done = subprocess.run(
+        result = subprocess.run(
             self._ssh(command),
             capture_output=True, text=True, timeout=timeout_s, check=False,
             stdin=subprocess.DEVNULL,
         )  # fmt: skip
-        if check and done.returncode != 0:
+        if check and result.returncode != 0:
             raise RuntimeError(
-                f"{self.name}: {command!r} exited with {done.returncode}:\n"
-                f"{done.stdout[-2000:]}{done.stderr[-2000:]}"
+                f"{self.name}: {command!r} exited with {result.returncode}:\n"
+                f"{result.stdout[-2000:]}{result.stderr[-2000:]}"
             )
-        return done.stdout.rstrip("\n")
+        return result.stdout.rstrip("\n")
 
     def start(self, command: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
@@ -363,8 +363,8 @@ class Site:
         )  # fmt: skip
 
     def cli_output(self, command: str, *arguments: str, timeout_s: float = 300) -> tuple[int, str]:
-        done = self.cli(command, *arguments, timeout_s=timeout_s)
-        return done.returncode, done.stdout + done.stderr
+        result = self.cli(command, *arguments, timeout_s=timeout_s)
+        return result.returncode, result.stdout + result.stderr
 
     def start(
         self, *arguments: str, deploy: str = "deploy.py", env: dict[str, str] | None = None

@@ -62,21 +62,21 @@ class Owner:
     commands: list[list[str]] = field(default_factory=list)
     edits: int = 0
 
-    def run(self, *words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-        self.commands.append(list(words))
-        done = subprocess.run(
-            [sys.executable, "-m", "spark_deploy", *words],
+    def run(self, *arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+        self.commands.append(list(arguments))
+        result = subprocess.run(
+            [sys.executable, "-m", "spark_deploy", *arguments],
             cwd=cwd or self.folder, env={**os.environ, **self.env}, text=True,
             capture_output=True, stdin=subprocess.DEVNULL, timeout=900, check=False,
         )  # fmt: skip
-        sys.stdout.write(f"$ spark-deploy {' '.join(words)}\n{done.stdout}{done.stderr}")
-        return done
+        sys.stdout.write(f"$ spark-deploy {' '.join(arguments)}\n{result.stdout}{result.stderr}")
+        return result
 
     @contextmanager
-    def running(self, *words: str) -> Iterator[None]:
-        self.commands.append(list(words))
+    def running(self, *arguments: str) -> Iterator[None]:
+        self.commands.append(list(arguments))
         process = subprocess.Popen(
-            [sys.executable, "-m", "spark_deploy", *words],
+            [sys.executable, "-m", "spark_deploy", *arguments],
             cwd=self.folder, env={**os.environ, **self.env}, stdin=subprocess.DEVNULL,
         )  # fmt: skip
         try:
@@ -108,19 +108,19 @@ def new_owner(root: Path, name: str) -> tuple[Owner, list[str]]:
     owner = Owner(root / "own", env)
     user = info()["ssh"]["user"]
     init, up = typed_commands("first server", address=about["ip"], user=user, folder="own")
-    done = owner.run(*init, "--model", "lab-stub", cwd=root)
-    assert done.returncode == 0, done.stderr
+    result = owner.run(*init, "--model", "lab-stub", cwd=root)
+    assert result.returncode == 0, result.stderr
     site = Site(root / "lab", hosts=[name])
     write_lab_settings(owner.folder, site.root / "inventory/lab.py")
     return owner, up
 
 
 def write_lab_settings(folder: Path, inventory: Path) -> None:
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", LAB_SETTINGS, str(inventory)],
         capture_output=True, text=True, check=True, cwd=CHECKOUT,
     )  # fmt: skip
-    generated = json.loads(done.stdout)
+    generated = json.loads(result.stdout)
     settings = yaml.safe_load((CHECKOUT / "group_vars/lab.yml").read_text())
     merged = {**settings, **generated}
     for chosen in ("model", "profile", "lock_file"):

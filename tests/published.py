@@ -44,14 +44,14 @@ def fresh_site(root: Path, name: str) -> Site:
 
 
 def add(site: Site, repository: str) -> tuple[int, str]:
-    words = ["add", repository, "--inventory", str(site.root / "inventory/lab.py")]
+    arguments = ["add", repository, "--inventory", str(site.root / "inventory/lab.py")]
     more = ["--limit", site.hosts[0], "--profile", "lab-plain", "--force"]
-    done = subprocess.run(
-        [sys.executable, "-m", "spark_deploy", *words, *more],
+    result = subprocess.run(
+        [sys.executable, "-m", "spark_deploy", *arguments, *more],
         capture_output=True, text=True, check=False, cwd=CHECKOUT, timeout=300,
         stdin=subprocess.DEVNULL,
     )  # fmt: skip
-    return done.returncode, done.stdout + done.stderr
+    return result.returncode, result.stdout + result.stderr
 
 
 def add_or_fail(site: Site, repository: str) -> str:

@@ -247,7 +247,7 @@ def plan(base: Path, out: Path, a: Architecture, **changes: Any) -> dict[str, An
 def _donor_values(entries: list[Entry]) -> dict[str, bytes]:
     """A weight and its scales may be in different shards."""
     values = {}
-    made: dict[str, tuple[Any, Any]] = {}
+    tensors: dict[str, tuple[Any, Any]] = {}
     for name, dtype, shape in entries:
         if not name.startswith("model.") or ".shared_expert." not in name:
             continue
@@ -256,11 +256,11 @@ def _donor_values(entries: list[Entry]) -> dict[str, bytes]:
         if weight != name:
             # Every shape of the real models is a multiple of the block.
             rows, columns = rows * BLOCK, columns * BLOCK
-        if weight not in made:
+        if weight not in tensors:
             bits = shared_expert_values(weight, (rows, columns))
             floats = from_bf16_bits(bits).reshape(rows, columns)
-            made[weight] = quantize_blocks(floats, (BLOCK, BLOCK))
-        codes, scales = made[weight]
+            tensors[weight] = quantize_blocks(floats, (BLOCK, BLOCK))
+        codes, scales = tensors[weight]
         values[name] = codes.tobytes() if dtype == "F8_E4M3" else scales.tobytes()
     return values
 

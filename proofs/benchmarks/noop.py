@@ -59,17 +59,17 @@ def cpu_seconds(guests: list[Guest]) -> dict[str, float]:
     return {"controller_cpu_s": children.ru_utime + children.ru_stime, "hosts_cpu_s": hosts_s}
 
 
-def timed(words: list[str], guests: list[Guest], env: dict[str, str]) -> dict[str, float]:
+def timed(command: list[str], guests: list[Guest], env: dict[str, str]) -> dict[str, float]:
     # With this variable modules would be compiled in every run.
     usual = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     before, began = cpu_seconds(guests), time.monotonic()
-    done = subprocess.run(words, capture_output=True, text=True, env={**usual, **env},
+    result = subprocess.run(command, capture_output=True, text=True, env={**usual, **env},
                           stdin=subprocess.DEVNULL, check=False)  # fmt: skip
     wall_s = time.monotonic() - began
-    if done.returncode != 0:
-        raise SystemExit(f"{shlex.join(words)}\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
-    if changed(words, done.stdout):
-        raise SystemExit(f"{words[0]} changed something:\n{done.stdout[-3000:]}")
+    if result.returncode != 0:
+        raise SystemExit(f"{shlex.join(command)}\n{result.stdout[-3000:]}{result.stderr[-3000:]}")
+    if changed(command, result.stdout):
+        raise SystemExit(f"{command[0]} changed something:\n{result.stdout[-3000:]}")
     after = cpu_seconds(guests)
     times = {name: round(after[name] - before[name], 2) for name in before}
     # The guests share the processors of the controller; real hosts do not.
@@ -77,8 +77,8 @@ def timed(words: list[str], guests: list[Guest], env: dict[str, str]) -> dict[st
     return {"wall_s": round(wall_s, 2), "wall_without_hosts_s": round(alone_s, 2), **times}
 
 
-def changed(words: list[str], output: str) -> bool:
-    if "ansible" in words[0]:
+def changed(command: list[str], output: str) -> bool:
+    if "ansible" in command[0]:
         return set(re.findall(r"changed=(\d+)", output)) != {"0"}
     return any(operation["success"] for operation in json.loads(output)["results"]["operations"])
 
@@ -119,9 +119,9 @@ def playbook(folder: Path, guests: list[Guest], programs: Path) -> tuple[list[st
     return command, environment
 
 
-def commands_of(guests: list[Guest], since: dict[str, str]) -> int:
+def commands_of(guests: list[Guest], start_times: dict[str, str]) -> int:
     query = "journalctl -t sudo --since @{} -o cat | grep -c COMMAND="
-    return max(int(guest.run(query.format(since[guest.name]))) - 1 for guest in guests)
+    return max(int(guest.run(query.format(start_times[guest.name]))) - 1 for guest in guests)
 
 
 def main() -> int:
@@ -148,10 +148,10 @@ def main() -> int:
             commands = {}
             tools = [("ours", pyinfra_command, {}), ("ansible", ansible_command, environment)]
             for number in range(ROUNDS):
-                for kind, words, env in tools[:: -1 if number % 2 else 1]:
-                    since = {guest.name: guest.run("date +%s.%6N") for guest in guests}
-                    runs[kind].append(timed(words, guests, env))
-                    commands[kind] = commands_of(guests, since)
+                for kind, command, env in tools[:: -1 if number % 2 else 1]:
+                    start_times = {guest.name: guest.run("date +%s.%6N") for guest in guests}
+                    runs[kind].append(timed(command, guests, env))
+                    commands[kind] = commands_of(guests, start_times)
         measurements.append({"hosts": len(names), "commands_a_host": commands, "runs": runs,
                       "load": os.getloadavg()[0]})  # fmt: skip
         sys.stdout.write(json.dumps(measurements[-1]) + "\n")

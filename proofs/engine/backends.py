@@ -73,10 +73,10 @@ def remove_pins(argv: list[str]) -> list[str]:
         if option in argv:
             del argv[argv.index(option) : argv.index(option) + 2]
     if "--speculative-config" in argv:
-        place = argv.index("--speculative-config") + 1
-        drafts = json.loads(argv[place])
+        index = argv.index("--speculative-config") + 1
+        drafts = json.loads(argv[index])
         drafts.pop("moe_backend", None)
-        argv[place] = json.dumps(drafts)
+        argv[index] = json.dumps(drafts)
     return argv
 
 
@@ -96,10 +96,10 @@ def read_cases(plans: Path) -> Iterator[Case]:
         build = (plan["checkpoint"] or {}).get("build")
         variant = "base"
         if build:
-            wanted = {key: build[key] for key in ("layout", "head", "shared_experts")}
+            choices = {key: build[key] for key in ("layout", "head", "shared_experts")}
             if build.get("drafter_int4"):
-                wanted["drafter"] = "int4-g128"
-            [variant] = [name for name, made in VARIANTS.items() if made == wanted]
+                choices["drafter"] = "int4-g128"
+            [variant] = [name for name, made in VARIANTS.items() if made == choices]
         kind = "int4mtp" if shape == "qwen3.5-35b" else "wide"
         yield Case(name, plan, f"{kind}-{variant}", shape)
 

@@ -40,8 +40,8 @@ def profile_cases() -> list[dict[str, Any]]:
             "-full-mtp2": {**full, **mtp(2)},
         }
         cases += [
-            case(f"tiny-{name}{suffix}", own, plugins="", options={**more, **chosen}, **QUIET)
-            for suffix, chosen in options.items()
+            case(f"tiny-{name}{suffix}", own, plugins="", options={**more, **config}, **QUIET)
+            for suffix, config in options.items()
         ]
     return [*cases, *drafts.gpu_cases()]
 

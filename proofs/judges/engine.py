@@ -139,7 +139,7 @@ def _judge_dispatch(results: dict[str, Row], name: str) -> Row:
         for n in range(layers)
         for part in ("gate_up_proj", "down_proj")
     }
-    good = set(fp8) == wanted and all(
+    passed = set(fp8) == wanted and all(
         v["parameters"].get("weight") == "float8_e4m3fn"
         and v["parameters"].get("weight_scale_inv") == "float32"
         for v in fp8.values()
@@ -148,7 +148,7 @@ def _judge_dispatch(results: dict[str, Row], name: str) -> Row:
     line = [text for text in results[name]["log_lines"] if "spark_inc:" in text]
     return row(
         f"{name}: FP8 exactly in the swapped modules, the rest as INC decides",
-        good and bool(line),
+        passed and bool(line),
         [name],
         fp8_modules=len(fp8),
         kernels=sorted({v["method"][-1] for v in fp8.values()}),
@@ -159,14 +159,14 @@ def _judge_dispatch(results: dict[str, Row], name: str) -> Row:
 
 def judge_modules(results: Any, capture: Any, weights: Weights, name: str) -> Row:
     errors = module_errors(results[name], capture[name], weights)
-    good = all(
+    passed = all(
         value["worst"] <= (FP8_LIMIT if kind == "fp8" else INT_LIMIT)
         for kind, value in errors.items()
         if "not rounded" not in kind
     )
     return row(
         f"{name}: every module equals the dequantised weight",
-        good,
+        passed,
         [name],
         errors=errors,
         classes=sorted({" > ".join(v["method"]) for v in results[name]["modules"].values()}),

@@ -55,7 +55,7 @@ def judge_experts(name: str, capture: Path, tree: Path) -> Row:
     modules = torch.load(capture)["modules"]
     blocks = {key: value for key, value in modules.items() if key.endswith(".mlp")}
     config = json.loads((tree / "config.json").read_text())
-    chosen = int(config["text_config"]["num_experts_per_tok"])
+    top_k = int(config["text_config"]["num_experts_per_tok"])
     reader = ModuleReader(tree, read_settings(config["quantization_config"]))
     results = {}
     for module, (x, y) in blocks.items():
@@ -64,7 +64,7 @@ def judge_experts(name: str, capture: Path, tree: Path) -> Row:
             key.removeprefix(prefix): value.double()
             for key, value in reader.read_weights(lambda key, p=prefix: key.startswith(p))  # type: ignore[misc]
         }
-        expected, gap, used = compute_block(x.double(), weights, chosen)
+        expected, gap, used = compute_block(x.double(), weights, top_k)
         clear = gap > CLEAR
         results[module] = {
             "error": round(relative(y[clear], expected[clear]), 5),
@@ -83,20 +83,20 @@ def judge_experts(name: str, capture: Path, tree: Path) -> Row:
 
 
 def compute_block(
-    x: torch.Tensor, weights: ExpertWeights, chosen: int
+    x: torch.Tensor, weights: ExpertWeights, top_k: int
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Return the block's output, how clear each position's choice is, and the experts used."""
     router = x @ weights["gate.weight"].t()
-    best = router.topk(min(chosen + 1, router.shape[1]), dim=1)
-    gap = best.values[:, chosen - 1] - best.values[:, -1]
-    if router.shape[1] == chosen:
+    best = router.topk(min(top_k + 1, router.shape[1]), dim=1)
+    gap = best.values[:, top_k - 1] - best.values[:, -1]
+    if router.shape[1] == top_k:
         gap = torch.full_like(gap, torch.inf)
-    experts, share = best.indices[:, :chosen], best.values[:, :chosen].softmax(1)
+    experts, share = best.indices[:, :top_k], best.values[:, :top_k].softmax(1)
     result = torch.zeros_like(x)
     for expert in experts.unique().tolist():
-        rows, places = (experts == expert).nonzero(as_tuple=True)
+        rows, slots = (experts == expert).nonzero(as_tuple=True)
         value = _swiglu(x[rows], weights, f"experts.{expert}.")
-        result.index_add_(0, rows, share[rows, places, None] * value)
+        result.index_add_(0, rows, share[rows, slots, None] * value)
     gate = (x @ weights["shared_expert_gate.weight"].t()).sigmoid()
     result += gate * _swiglu(x, weights, "shared_expert.", rounded=True)
     return result, gap, len(experts.unique())
@@ -279,17 +279,17 @@ def judge_sizes(results: dict[str, Row], out: Path, trees: Path) -> list[Row]:
 
 def _compare_with_transformers(out: Path, name: str, key: str, limit: float) -> Row:
     reference_name = name.rpartition("-")[0] if name.startswith("true") else "wide"
-    wanted = torch.load(out / f"transformers-{reference_name}.pt")[key]
+    expected = torch.load(out / f"transformers-{reference_name}.pt")[key]
     capture = torch.load(out / f"{name}.pt")
     errors, start = [], 0
-    for reference, rows in zip(wanted, capture["rows"], strict=True):
+    for reference, rows in zip(expected, capture["rows"], strict=True):
         logits = capture["logits"][start : start + rows].float()
         start += rows
         # The engine computes the last position separately: find the position of each row.
-        place = torch.cdist(logits, reference).argmin(dim=1)
-        if len(set(place.tolist())) < len(reference):
-            raise ValueError(f"{len(set(place.tolist()))} of {len(reference)} positions found")
-        errors.append(relative(logits, reference[place]))
+        nearest = torch.cdist(logits, reference).argmin(dim=1)
+        if len(set(nearest.tolist())) < len(reference):
+            raise ValueError(f"{len(set(nearest.tolist()))} of {len(reference)} positions found")
+        errors.append(relative(logits, reference[nearest]))
     return row(
         f"{name}: logits of every position near those of transformers (dequantised)",
         max(errors) < limit,

@@ -77,8 +77,8 @@ def _rotated_key(part: Any, config: Any) -> Any:
 
 
 def _numbers(data: Any, bits: int, count: int) -> Any:
-    places = torch.arange(8, device=data.device, dtype=torch.uint8)
-    stream = (data.unsqueeze(-1) >> places) & 1
+    shifts = torch.arange(8, device=data.device, dtype=torch.uint8)
+    stream = (data.unsqueeze(-1) >> shifts) & 1
     groups = stream.flatten(-2)[..., : count * bits].unflatten(-1, (count, bits)).int()
     return (groups << torch.arange(bits, device=data.device)).sum(-1)
 

@@ -69,9 +69,9 @@ def find_chains(needles: Needles, attend: Attend) -> Tensor:
     """
     known = needles.values.float()
     query = needles.first_queries
-    found = torch.ones(len(query), dtype=torch.bool, device=query.device)
+    followed = torch.ones(len(query), dtype=torch.bool, device=query.device)
     for hop in range(HOPS):
         output = attend((QUERY_NORM * query).bfloat16().float())
-        found &= (output @ known.T).argmax(-1) == needles.places[:, hop]
+        followed &= (output @ known.T).argmax(-1) == needles.places[:, hop]
         query = normalize(output, dim=-1)
-    return found
+    return followed

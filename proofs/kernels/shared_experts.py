@@ -126,11 +126,11 @@ def measure() -> dict[str, Any]:
 
             up, down = layers[-1]
             gate, value = (x.float() @ up.float().t()).chunk(2, -1)
-            wanted = (torch.nn.functional.silu(gate) * value) @ down.float().t()
+            expected = (torch.nn.functional.silu(gate) * value) @ down.float().t()
             results[way][str(batch)] = {
                 "us": round(graph_us(experts, 2) / LAYERS, 2),
                 "products_us": round(graph_us(only_products, 2) / LAYERS, 2),
-                "error": round(float((experts().float() - wanted).norm() / wanted.norm()), 4),
+                "error": round(float((experts().float() - expected).norm() / expected.norm()), 4),
             }
     return results
 

@@ -26,12 +26,12 @@ def graph_us(
         work()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    kept = []
+    outputs = []
     with torch.cuda.graph(graph):
         for _ in range(launches):
             output = work()
             if new_outputs:
-                kept.append(output)
+                outputs.append(output)
             del output
     times = []
     for _ in range(replays + 1):

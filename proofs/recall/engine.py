@@ -78,8 +78,8 @@ class Talk:
 
 def start_talk(name: str, seed: int, length: int) -> Talk:
     source = np.random.default_rng([seed, 3])
-    made = language.context(source, length, near=False, asks=False, long=language.LONGER)
-    return Talk(name, source, made)
+    context = language.context(source, length, near=False, asks=False, long=language.LONGER)
+    return Talk(name, source, context)
 
 
 def make_rounds(seed: int, *, long: bool = False) -> list[list[Asked]]:
@@ -122,8 +122,8 @@ def lose_band(start: int, end: int) -> None:
 
     def projected(self: Any, qkv: Any, positions: Any) -> Any:
         q, k, v, gate = project(self, qkv, positions)
-        place = positions if positions.dim() == 1 else positions[0]
-        kept = ((place < start) | (place >= end)).to(k.dtype)[:, None]
+        position = positions if positions.dim() == 1 else positions[0]
+        kept = ((position < start) | (position >= end)).to(k.dtype)[:, None]
         return q, k * kept, v * kept, gate
 
     Qwen3NextAttention._project_qkv_gate = projected
@@ -240,9 +240,9 @@ def recall(llm: Any, lengths: dict[str, dict[str, Any]]) -> list[dict[str, Any]]
     for length, wanted in lengths.items():
         source = np.random.default_rng([int(length), 7])
         size = int(length) // 32 * 32
-        made = language.context(source, size, near=wanted["near"], asks=False)
-        questions = language.questions(made, int(length), wanted["kinds"])
-        prompts = [[*made.tokens.tolist(), *question.tokens] for question in questions]
+        context = language.context(source, size, near=wanted["near"], asks=False)
+        questions = language.questions(context, int(length), wanted["kinds"])
+        prompts = [[*context.tokens.tolist(), *question.tokens] for question in questions]
         started = time.monotonic()
         answers = generate(llm, prompts, [len(question.answer) for question in questions])
         seconds = round(time.monotonic() - started, 1)

@@ -175,7 +175,7 @@ def _put_registers(source: np.random.Generator, tokens: Ints, labels: Ints, kind
 
 def batch(seed: int, rows: int, length: int) -> tuple[Ints, Ints]:
     source = np.random.default_rng(seed)
-    made = [
+    items = [
         context(
             source,
             length,
@@ -184,7 +184,7 @@ def batch(seed: int, rows: int, length: int) -> tuple[Ints, Ints]:
         )
         for _ in range(rows)
     ]
-    return np.stack([item.tokens for item in made]), np.stack([item.labels for item in made])
+    return np.stack([item.tokens for item in items]), np.stack([item.labels for item in items])
 
 
 def positions(seed: int, rows: int, length: int, span: int) -> Ints:

@@ -97,9 +97,9 @@ def _rule_errors(first: Any, second: Any, device: str) -> list[float]:
     return [((a - b).norm() / a.norm()).item() for a, b in zip(*results, strict=True)]
 
 
-def dense_experts(self: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+def dense_experts(self: Any, hidden: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
     spread = torch.zeros(len(hidden), self.num_experts, dtype=weights.dtype, device=hidden.device)
-    spread = spread.scatter(1, chosen, weights)
+    spread = spread.scatter(1, expert_ids, weights)
     gate_up = functional.linear(hidden, self.gate_up_proj.flatten(0, 1))
     gate, up = gate_up.view(len(hidden), self.num_experts, -1).chunk(2, -1)
     inner = functional.silu(gate) * up * spread[..., None].to(gate.dtype)
@@ -137,12 +137,12 @@ def losses(network: Network, tokens: Tensor, labels: Tensor, places: Tensor) -> 
             size = tokens.shape[1] - ahead + 1
             rotary = (cos[:, :size], sin[:, :size])
             state_of = network.mtp(embedded[:, ahead - 1 :], state_of[:, :size], rotary)
-        wanted = labels[:, ahead:]
+        targets = labels[:, ahead:]
         # Drafts are trained only where the previous token is known too.
-        taught = wanted >= 0
+        taught = targets >= 0
         if ahead > 1:
-            taught &= labels[:, 1 : 1 + wanted.shape[1]] >= 0
-        logits = network.lm_head(state_of[:, : wanted.shape[1]][taught]).float()
-        results[f"loss{ahead}"] = functional.cross_entropy(logits, wanted[taught])
-        results[f"right{ahead}"] = (logits.detach().argmax(-1) == wanted[taught]).float().mean()
+            taught &= labels[:, 1 : 1 + targets.shape[1]] >= 0
+        logits = network.lm_head(state_of[:, : targets.shape[1]][taught]).float()
+        results[f"loss{ahead}"] = functional.cross_entropy(logits, targets[taught])
+        results[f"right{ahead}"] = (logits.detach().argmax(-1) == targets[taught]).float().mean()
     return results

@@ -28,10 +28,10 @@ def start(out: Path) -> dict[Path, subprocess.Popen[bytes]]:
     for seed in range(training.SEED, training.SEED + SEEDS):
         own = out / f"seed-{seed}"
         own.mkdir(parents=True)
-        words = ["--seed", str(seed), "--workers", str(workers)]
+        arguments = ["--seed", str(seed), "--workers", str(workers)]
         with (own / "log").open("wb") as log:
             processes[own] = subprocess.Popen(
-                [sys.executable, "-m", "proofs.recall.training", str(own), *words],
+                [sys.executable, "-m", "proofs.recall.training", str(own), *arguments],
                 cwd=ROOT,
                 stderr=log,
                 env={**os.environ, "CUDA_VISIBLE_DEVICES": next(cards)},

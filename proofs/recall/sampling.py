@@ -46,9 +46,9 @@ def ask_ambiguously(seed: int) -> list[int]:
 
 def ask_for_passages() -> tuple[list[list[int]], int]:
     source = np.random.default_rng(PASSAGE_TOKENS)
-    made = language.context(source, PASSAGE_TOKENS, near=False, asks=False)
-    questions = language.questions(made, 0, {"passage": PASSAGES})
-    prompts = [[*made.tokens.tolist(), *question.tokens] for question in questions]
+    context = language.context(source, PASSAGE_TOKENS, near=False, asks=False)
+    questions = language.questions(context, 0, {"passage": PASSAGES})
+    prompts = [[*context.tokens.tolist(), *question.tokens] for question in questions]
     return prompts, len(questions[0].answer)
 
 

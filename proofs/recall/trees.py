@@ -110,7 +110,7 @@ def write_sources(weights: dict[str, Floats], out: Path) -> tuple[Path, Path]:
 
 def move_special_tokens(path: Path) -> None:
     config: dict[str, Any] = json.loads(path.read_text())
-    for place, name in enumerate(SPECIAL):
-        config[name] = UNUSED + place
+    for number, name in enumerate(SPECIAL):
+        config[name] = UNUSED + number
     config["text_config"]["eos_token_id"] = UNUSED + len(SPECIAL)
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

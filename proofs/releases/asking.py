@@ -32,9 +32,9 @@ NOT_ASKED = LOG_LINES
 def recall_questions() -> list[language.Question]:
     questions = []
     for length, kinds in LENGTHS.items():
-        made = language.context(np.random.default_rng([length, 7]), length, near=True, asks=False)
-        for question in language.questions(made, length, kinds):
-            tokens = [*made.tokens.tolist(), *question.tokens]
+        text = language.context(np.random.default_rng([length, 7]), length, near=True, asks=False)
+        for question in language.questions(text, length, kinds):
+            tokens = [*text.tokens.tolist(), *question.tokens]
             questions.append(
                 language.Question(question.kind, tokens, question.answer, question.depth)
             )
@@ -149,8 +149,8 @@ DOCUMENTS = (
 def ask_about_pictures(server: Server, model: str) -> list[dict[str, Any]]:
     answers = []
     for names in DOCUMENTS:
-        shown = [image_part(png(COLOURS[name])) for name in names]
-        content = [*shown, {"type": "text", "text": SEVERAL_PICTURES}]
+        images = [image_part(png(COLOURS[name])) for name in names]
+        content = [*images, {"type": "text", "text": SEVERAL_PICTURES}]
         body = {
             "model": model,
             "messages": [{"role": "user", "content": content}],

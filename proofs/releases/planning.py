@@ -60,8 +60,8 @@ def make_lock(store: Path) -> Lock:
 
 
 def run_plan(inventory: Path, chosen: list[str]) -> str:
-    words = ["plan", "spark-1", "--inventory", str(inventory), "--estimate", "--json", *chosen]
-    command = [sys.executable, "-m", "spark_deploy", *words]
+    arguments = ["plan", "spark-1", "--inventory", str(inventory), "--estimate", "--json", *chosen]
+    command = [sys.executable, "-m", "spark_deploy", *arguments]
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 

@@ -129,8 +129,8 @@ def _kept(name: str, result: Row, rows: list[Row]) -> Row:
 
 def _without_drafts(release: Release) -> Release:
     argv = list(release.engine.argv)
-    place = argv.index(SPECULATION)
-    del argv[place : place + 2]
+    index = argv.index(SPECULATION)
+    del argv[index : index + 2]
     check = replace(release.check, acceptance_floor=None)
     return replace(release, engine=replace(release.engine, argv=tuple(argv)), check=check)
 

@@ -137,9 +137,9 @@ def adapt_arguments(
     argv = [
         _with(word, replaced) for word in (*release.engine.argv, *(member.argv if member else ()))
     ]
-    place = argv.index("--gpu-memory-utilization") + 1
-    changed = [f"--gpu-memory-utilization: {argv[place]} -> 0.1"]
-    argv[place] = "0.1"
+    index = argv.index("--gpu-memory-utilization") + 1
+    changed = [f"--gpu-memory-utilization: {argv[index]} -> 0.1"]
+    argv[index] = "0.1"
     added = {
         "--kv-cache-memory-bytes": str(CACHE_BYTES),
         "--attention-config": json.dumps({"flash_attn_version": quick.flash_attention()}),

@@ -24,9 +24,9 @@ VISION = "model.visual."
 
 
 def publish_plain(store: Path, kind: str) -> None:
-    made = store.parent / f"plain-{kind}"
-    write_plain(made, kind)
-    repository.publish(store, f"lab/tiny-{kind}", [made])
+    tree = store.parent / f"plain-{kind}"
+    write_plain(tree, kind)
+    repository.publish(store, f"lab/tiny-{kind}", [tree])
 
 
 def write_plain(out: Path, kind: str) -> None:

@@ -53,11 +53,11 @@ class Talk:
         messages = [{"role": "user", "content": QUESTIONS[0]}]
         body = {**self.question, "messages": messages, "stream": True}
         events = list(self.engine.stream_chat(body, TIMEOUT_S))
-        pieces = [event["choices"][0]["delta"] for event in events]
+        deltas = [event["choices"][0]["delta"] for event in events]
         return {
             "events": len(events),
-            "content": "".join(piece.get("content") or "" for piece in pieces),
-            "reasoning": "".join(piece.get("reasoning") or "" for piece in pieces),
+            "content": "".join(delta.get("content") or "" for delta in deltas),
+            "reasoning": "".join(delta.get("reasoning") or "" for delta in deltas),
         }
 
     def together(self) -> dict[str, list[str | None]]:
@@ -203,9 +203,9 @@ def adapt_arguments(
         replaced.pop("--max-model-len")
     for option, value in replaced.items():
         if option in result:
-            place = result.index(option) + 1
-            changed.append(f"{option}: {result[place]} -> {value}")
-            result[place] = value
+            index = result.index(option) + 1
+            changed.append(f"{option}: {result[index]} -> {value}")
+            result[index] = value
     if kind == "pictures":
         result.remove("--language-model-only")
         changed.append("without --language-model-only, as vision: true renders it")

@@ -47,9 +47,9 @@ def make(out: Path, hub: Path) -> None:
 
 def _make_wide(out: Path, work: Path) -> None:
     _build_variants(out, work, "wide", *write_wide(out))
-    made = list(damage(out / "wide-full", out / "wide-overlay"))
-    made += damages.make_visible(out / "wide-full", out / "wide-overlay-head8")
-    print("damaged:", *(tree.name for tree in made))
+    trees = list(damage(out / "wide-full", out / "wide-overlay"))
+    trees += damages.make_visible(out / "wide-full", out / "wide-overlay-head8")
+    print("damaged:", *(tree.name for tree in trees))
 
 
 def _make_tiny(out: Path, work: Path, hub: Path) -> None:

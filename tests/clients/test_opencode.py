@@ -40,21 +40,21 @@ def npm(tmp_path_factory):
     assert program, "needs npm: apt-get install npm"
 
     def install(package):
-        words = [program, "install", "--no-audit", "--no-fund", package]
-        subprocess.run(words, cwd=home, check=True, capture_output=True)
+        arguments = [program, "install", "--no-audit", "--no-fund", package]
+        subprocess.run(arguments, cwd=home, check=True, capture_output=True)
         return home / "node_modules/.bin"
 
     return install
 
 
-def run_shell(script, *words, home):
-    done = subprocess.run(
-        ["bash", "-euc", f'{script}\nexec "$0" "$@"', *words], cwd=home, timeout=180, check=False,
+def run_shell(script, *args, home):
+    result = subprocess.run(
+        ["bash", "-euc", f'{script}\nexec "$0" "$@"', *args], cwd=home, timeout=180, check=False,
         capture_output=True, text=True, stdin=subprocess.DEVNULL,
         env={"PATH": os.environ["PATH"], "HOME": str(home)},
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
 
 
 def client_text(client, connection):

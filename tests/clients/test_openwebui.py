@@ -65,11 +65,11 @@ def environment(home):
     docker = home / "docker"
     docker.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\nenv\n')
     docker.chmod(0o755)
-    done = subprocess.run(
+    result = subprocess.run(
         ["bash", "-euc", "\n".join(CLIENTS["openwebui"].render(connection))],
         capture_output=True, text=True, check=True, env={"PATH": f"{home}:/usr/bin:/bin"},
     )  # fmt: skip
-    words = done.stdout.splitlines()
+    words = result.stdout.splitlines()
     values = dict(word.split("=", 1) for word in words if "=" in word)
     options = [words[index + 1] for index, word in enumerate(words) if word == "-e"]
     return {

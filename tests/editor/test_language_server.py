@@ -87,8 +87,8 @@ def server(tmp_path_factory):
     home = tmp_path_factory.mktemp("npm")
     npm = shutil.which("npm")
     assert npm, "needs npm: apt-get install npm"
-    words = ["install", "--no-audit", "--no-fund", f"yaml-language-server@{VERSION}"]
-    subprocess.run([npm, *words], cwd=home, check=True, capture_output=True)
+    args = ["install", "--no-audit", "--no-fund", f"yaml-language-server@{VERSION}"]
+    subprocess.run([npm, *args], cwd=home, check=True, capture_output=True)
     return home / "node_modules/.bin/yaml-language-server"
 
 
@@ -140,8 +140,8 @@ def test_editor_completes_keys_of_model_and_profile_files(editor, path, like, ke
 
 
 def test_editor_completes_and_checks_files_written_by_init(server, tmp_path):
-    words = ["init", str(tmp_path), "--host", "spark-1=192.0.2.1", "--host", "b", "--user", "ann"]
-    subprocess.run([sys.executable, "-m", "spark_deploy", *words], check=True, cwd=CHECKOUT)
+    args = ["init", str(tmp_path), "--host", "spark-1=192.0.2.1", "--host", "b", "--user", "ann"]
+    subprocess.run([sys.executable, "-m", "spark_deploy", *args], check=True, cwd=CHECKOUT)
     editor = Editor(server, tmp_path)
     try:
         assert (editor.open("hosts.yml"), editor.open("group_vars/all.yml")) == ([], [])

@@ -23,10 +23,10 @@ def run_engine(
         "SPARK_LAB_ENGINE_BIND": str(work), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
         "TORCHDYNAMO_DISABLE": "1",
     }  # fmt: skip
-    done = subprocess.run(
+    result = subprocess.run(
         [*command, *argv], cwd=CHECKOUT, env={**os.environ, **fixed, **environment},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     if check:
-        assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    return done
+        assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
+    return result

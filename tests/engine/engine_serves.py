@@ -35,13 +35,13 @@ def main(case: str, answers: str) -> None:
 
 
 def _local_arguments(argv: list[str], folders: dict[str, str], socket: str) -> list[str]:
-    words = []
+    arguments = []
     for word in argv:
         name, _, target = word.rpartition("=")
         if target in folders:
             word = f"{name}={folders[target]}" if name else folders[target]
-        words.append(socket if word.endswith("/engine.sock") else word)
-    return words
+        arguments.append(socket if word.endswith("/engine.sock") else word)
+    return arguments
 
 
 def _answers(process: subprocess.Popen[bytes], socket: str, bodies: list[Any]) -> dict[str, Any]:

@@ -28,17 +28,17 @@ class Engine:
 
     def answers(self, checkpoint, **options):
         target = checkpoint.with_suffix(".answers.json")
-        words = [str(checkpoint), str(target), json.dumps(options)]
-        done = self.run(str(HERE / "engine_run.py"), *words)
-        return json.loads(target.read_text()), done.stdout + done.stderr
+        arguments = [str(checkpoint), str(target), json.dumps(options)]
+        result = self.run(str(HERE / "engine_run.py"), *arguments)
+        return json.loads(target.read_text()), result.stdout + result.stderr
 
     def refusal(self, script, checkpoint, **options):
-        words = [str(checkpoint), json.dumps(options)]
+        arguments = [str(checkpoint), json.dumps(options)]
         if script == "engine_run.py":
-            words.insert(1, "/dev/null")
-        done = self.run(str(HERE / script), *words, check=False)
-        assert done.returncode != 0
-        return done.stdout + done.stderr
+            arguments.insert(1, "/dev/null")
+        result = self.run(str(HERE / script), *arguments, check=False)
+        assert result.returncode != 0
+        return result.stdout + result.stderr
 
 
 @pytest.fixture(scope="module")
@@ -86,16 +86,16 @@ def reference(engine, plain):
 
 
 def test_installed_engine_passes_the_plugins_engine_check(engine):
-    done = engine.run("-m", "spark_vllm.check")
-    assert re.search(r"vLLM 0\.32\.0 is compatible \(\d\d+ checks\)", done.stdout)
+    result = engine.run("-m", "spark_vllm.check")
+    assert re.search(r"vLLM 0\.32\.0 is compatible \(\d\d+ checks\)", result.stdout)
 
 
 def test_plugin_dequantizes_tensors_bit_for_bit(engine, hybrid, work, overlay, plain):
     full = hybrid.write(work / "full-keep", layout="full")
     kept = hybrid.write_plain(work / "plain-keep")
     pairs = [str(path) for path in (overlay, plain, full, kept)]
-    done = engine.run(str(HERE / "engine_tensors.py"), *pairs)
-    counts = json.loads(done.stdout.splitlines()[-1])
+    result = engine.run(str(HERE / "engine_tensors.py"), *pairs)
+    counts = json.loads(result.stdout.splitlines()[-1])
     assert counts[0] == counts[1] > 200
 
 
@@ -167,8 +167,8 @@ def test_engine_rejects_a_nan_scale_and_names_the_tensor(engine, hybrid, work):
 
 
 def test_engine_detects_damaged_numbers_in_every_dtype(engine):
-    done = engine.run(str(HERE / "engine_finite.py"))
-    report = json.loads(done.stdout.splitlines()[-1])
+    result = engine.run(str(HERE / "engine_finite.py"))
+    report = json.loads(result.stdout.splitlines()[-1])
     for dtype, finite in report["verdicts"].items():
         assert finite.pop("nan") is False, dtype
         assert finite.pop("inf", False) is False, dtype

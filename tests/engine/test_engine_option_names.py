@@ -25,8 +25,8 @@ def tree(version, file):
 def spellings(version):
     for node in ast.walk(tree(version, ARGUMENTS)):
         if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
-            words = [item.value for item in node.args if isinstance(item, ast.Constant)]
-            names = {str(word)[2:] for word in words if str(word).startswith("--")}
+            arguments = [item.value for item in node.args if isinstance(item, ast.Constant)]
+            names = {str(word)[2:] for word in arguments if str(word).startswith("--")}
             if names:
                 yield names
 

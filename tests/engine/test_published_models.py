@@ -38,8 +38,8 @@ DRAFTING = {"tiny-qwen3 by tiny-draft": DRAFTS, "tiny-qwen3 by words": WORDS}
 
 
 def run(work, *argv):
-    done = run_engine(work, *argv, VLLM_ENABLE_V1_MULTIPROCESSING="0")
-    return done.stdout + done.stderr
+    result = run_engine(work, *argv, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    return result.stdout + result.stderr
 
 
 def publish(folder, *repositories):

@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
 def test_chat_responses_and_messages_apis_use_the_request_defaults_per_model_name(tmp_path):
     script = CHECKOUT / "tests/engine/engine_served_names.py"
-    done = run_engine(tmp_path, str(script), PYTHONPATH=str(CHECKOUT / "files/image"))
-    answers = json.loads(done.stdout.partition("answers:")[2])
+    result = run_engine(tmp_path, str(script), PYTHONPATH=str(CHECKOUT / "files/image"))
+    answers = json.loads(result.stdout.partition("answers:")[2])
     fast, deep = [0.7, 20, {"enable_thinking": False}], [None, None, None]
     assert answers == [[fast, deep]] * 3

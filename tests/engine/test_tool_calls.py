@@ -65,9 +65,9 @@ def copy_parsers(version, folder):
 def test_every_tool_call_is_parsed_in_whole_and_streamed_responses(version, tmp_path):
     cases, bodies = zip(*requests(), strict=True)
     (tmp_path / "requests.json").write_text(json.dumps(bodies))
-    words = [str(tmp_path / name) for name in ("requests.json", "answers.json")]
-    words += [] if version == ENGINE_VERSION else [str(copy_parsers(version, tmp_path))]
-    run_engine(tmp_path, str(SCRIPT), *words)
+    arguments = [str(tmp_path / name) for name in ("requests.json", "answers.json")]
+    arguments += [] if version == ENGINE_VERSION else [str(copy_parsers(version, tmp_path))]
+    run_engine(tmp_path, str(SCRIPT), *arguments)
     answers = json.loads((tmp_path / "answers.json").read_text())
     problems = []
     for case, body, answer in zip(cases, bodies, answers, strict=True):

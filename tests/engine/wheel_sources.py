@@ -95,12 +95,12 @@ def locate(release: Release) -> str:
     argv = [sys.executable, "-m", "pip", "install", "--dry-run", "--quiet", "--report", "-"]
     argv += ["--no-deps", "--ignore-installed", "--only-binary=:all:", "--target", "/nonexistent"]
     argv += ["--python-version", "3.12", "--platform", release.platform]
-    done = subprocess.run(
+    result = subprocess.run(
         [*argv, f"{release.project}=={release.version}"], capture_output=True, text=True
     )
-    if done.returncode != 0:
-        raise OSError(f"pip does not find {release.project} {release.version}:\n{done.stderr}")
-    download = json.loads(done.stdout)["install"][0]["download_info"]
+    if result.returncode != 0:
+        raise OSError(f"pip does not find {release.project} {release.version}:\n{result.stderr}")
+    download = json.loads(result.stdout)["install"][0]["download_info"]
     sha256 = download["archive_info"]["hashes"]["sha256"]
     if sha256 != release.sha256:
         raise OSError(f"{download['url']}: sha256 {sha256}, recorded is {release.sha256}")

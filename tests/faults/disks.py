@@ -26,8 +26,8 @@ def has(name: str, label: str) -> bool:
 def _copy(source: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f"{target.name}.part")
-    words = ["cp", "--sparse=always", "--reflink=auto", str(source), str(part)]
-    subprocess.run(words, check=True, timeout=300)
+    arguments = ["cp", "--sparse=always", "--reflink=auto", str(source), str(part)]
+    subprocess.run(arguments, check=True, timeout=300)
     part.rename(target)
 
 

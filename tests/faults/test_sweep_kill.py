@@ -103,8 +103,8 @@ def test_last_deploy_finishes_after_a_series_of_interrupted_deploys(places, name
             group, list(map(str, chain)), lambda: interrupt_in_a_row(place, scenario, chain)
         )
 
-    left = [title for title, chain in chains.items() if sweep.open_cases(group, [str(chain[-1])])]
-    run_in_parallel(places, left, run_chain)
+    todo = [title for title, chain in chains.items() if sweep.open_cases(group, [str(chain[-1])])]
+    run_in_parallel(places, todo, run_chain)
     finish(sweep, group, places[0])
 
 

@@ -101,9 +101,9 @@ def make_once(shared: Path, name: str, make: Callable[[Path], None]) -> Path:
     return out
 
 
-def _run(module: str, *words: str) -> None:
+def _run(module: str, *arguments: str) -> None:
     root = Path(__file__).resolve().parents[2]
-    subprocess.run([sys.executable, "-m", module, *words], cwd=root, check=True)
+    subprocess.run([sys.executable, "-m", module, *arguments], cwd=root, check=True)
 
 
 def _missing() -> str | None:

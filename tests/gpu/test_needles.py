@@ -60,26 +60,26 @@ def through_engine(kind, keys, values):
 def test_cache_format_loses_as_many_needles_as_its_guard_rail_states(preset, monkeypatch, results):
     by_16_bit, by_format = [], []
     for seed in range(SEEDS):
-        made = needle_chains.make_needles(seed, "cuda")
-        exact = needle_chains.attend_to(made.keys, made.values)
+        needles = needle_chains.make_needles(seed, "cuda")
+        exact = needle_chains.attend_to(needles.keys, needles.values)
         if preset in UPSTREAM:
-            stored = through_engine(preset, made.keys, made.values)
+            stored = through_engine(preset, needles.keys, needles.values)
         else:
-            stored = through_cache(preset, made.keys, made.values, monkeypatch)
-        by_16_bit.append(needle_chains.find_chains(made, exact))
-        by_format.append(needle_chains.find_chains(made, stored))
+            stored = through_cache(preset, needles.keys, needles.values, monkeypatch)
+        by_16_bit.append(needle_chains.find_chains(needles, exact))
+        by_format.append(needle_chains.find_chains(needles, stored))
     known, found = torch.cat(by_16_bit), torch.cat(by_format)
     lost = float((known & ~found).sum() / known.sum())
     above, at_most = LOSSES[preset]
-    good = float(known.float().mean()) >= FOUND_BY_16_BIT and above <= lost <= at_most
+    passed = float(known.float().mean()) >= FOUND_BY_16_BIT and above <= lost <= at_most
     result_files.record_row(
         results,
         "needles",
         f"{preset}: loses {above:.0%} to {at_most:.0%} of the chains that 16 bit finds",
-        good,
+        passed,
         chains=len(known),
         found_by_16_bit=round(float(known.float().mean()), 4),
         found=round(float(found.float().mean()), 4),
         lost=round(lost, 4),
     )
-    assert good
+    assert passed

@@ -42,11 +42,11 @@ def test_older_engine_gives_the_answers_of_the_16_bit_reference(version, trees, 
         str(CHECKOUT / "files/image"),
         *filter(None, [os.environ.get("PYTHONPATH")]),
     ]
-    words = ["--stage", "speculation", "--result", version, "--only", *ENGINES]
+    arguments = ["--stage", "speculation", "--result", version, "--only", *ENGINES]
     places = {"--trees": trees, "--work": tmp_path / "work", "--out": results}
-    words += [str(word) for pair in places.items() for word in pair]
+    arguments += [str(word) for pair in places.items() for word in pair]
     subprocess.run(
-        [sys.executable, "-m", "proofs.stages", *words, "--at-once", str(len(ENGINES))],
+        [sys.executable, "-m", "proofs.stages", *arguments, "--at-once", str(len(ENGINES))],
         cwd=CHECKOUT,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(before)},
         check=True,

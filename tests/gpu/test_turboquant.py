@@ -131,9 +131,9 @@ def report(out, check, own, stock, **numbers):
     """
     claim = f"{check}: the plugin equals attention over the dequantised slots"
     claim += ", the stock backend does not" if stock else ""
-    good = max(own) < ROUNDING and all(value > DAMAGE for value in stock)
+    passed = max(own) < ROUNDING and all(value > DAMAGE for value in stock)
     limits = {"limit_own": ROUNDING, **({"limit_stock": DAMAGE} if stock else {})}
-    result_files.record_row(out, "turboquant-layer", claim, good, **numbers, **limits)
+    result_files.record_row(out, "turboquant-layer", claim, passed, **numbers, **limits)
     assert max(own) < ROUNDING
     assert all(value > DAMAGE for value in stock)
 

@@ -44,7 +44,7 @@ class GatewayHost:
         out = self.guest.run("ss -Hltn 'sport = :8000' | awk '{print $4}'")
         return {line.rpartition(":")[0] for line in out.split()}
 
-    def curl(self, url: str, *words: str, key: str | None = "", body: Any = None) -> str:
+    def curl(self, url: str, *arguments: str, key: str | None = "", body: Any = None) -> str:
         """Send a request from this machine; return the HTTP status, or ``curl N`` for its error.
 
         Without ``key`` the request has the host's key, with ``None`` it has none.
@@ -52,12 +52,12 @@ class GatewayHost:
         secret = self.guest.key() if key == "" else key
         header = f'header = "Authorization: Bearer {secret}"' if secret else ""
         more = ["-H", "Content-Type: application/json", "-d", json.dumps(body)] if body else []
-        done = subprocess.run(
+        result = subprocess.run(
             ["curl", "-K", "-", "-sS", "-m", "30", "-o", "/dev/null", "-w", "%{http_code}",
-             *words, *more, url],
+             *arguments, *more, url],
             input=header, capture_output=True, text=True, check=False,
         )  # fmt: skip
-        return done.stdout if done.returncode == 0 else f"curl {done.returncode}"
+        return result.stdout if result.returncode == 0 else f"curl {result.returncode}"
 
     def url(self, path: str = "/v1/models", scheme: str = "http") -> str:
         return f"{scheme}://{self.guest.ip}:8000{path}"

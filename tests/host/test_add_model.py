@@ -57,9 +57,9 @@ def test_two_commands_add_and_serve_a_model(owner):
     before, [add, up_words] = len(owner.commands), typed_commands("add a model", repository=NAME)
     added = owner.run(*add)
     assert added.returncode == 0, added.stdout + added.stderr
-    chosen = (owner.folder / "group_vars/all.yml").read_text()
-    assert re.search(rf"^model: {MODEL}\b", chosen, re.M)
-    assert re.search(r"^profile: plain\b", chosen, re.M)
+    settings = (owner.folder / "group_vars/all.yml").read_text()
+    assert re.search(rf"^model: {MODEL}\b", settings, re.M)
+    assert re.search(r"^profile: plain\b", settings, re.M)
 
     up = owner.run(*up_words, "-y")
     assert up.returncode == 0, up.stdout[-4000:] + up.stderr[-2000:]
@@ -70,7 +70,7 @@ def test_two_commands_add_and_serve_a_model(owner):
 
 
 def test_plan_reports_files_already_on_the_host(owner):
-    done = owner.run("plan", "--on-host", "--json")
-    assert done.returncode == 0, done.stderr
-    [plan] = json.loads(done.stdout)
+    result = owner.run("plan", "--on-host", "--json")
+    assert result.returncode == 0, result.stderr
+    [plan] = json.loads(result.stdout)
     assert plan["reuse"]["whole_bytes"] > 0

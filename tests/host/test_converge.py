@@ -122,15 +122,15 @@ def test_only_the_gateway_accepts_requests(fleet):
 
 
 def test_up_runs_the_same_operations_as_the_printed_pyinfra_command(fleet):
-    done = fleet.site.cli("up", "--dry", "--verbose")
-    assert done.returncode == 0, done.stderr[-3000:]
-    [line] = [line for line in done.stderr.splitlines() if "deploy.py --limit" in line]
+    result = fleet.site.cli("up", "--dry", "--verbose")
+    assert result.returncode == 0, result.stderr[-3000:]
+    [line] = [line for line in result.stderr.splitlines() if "deploy.py --limit" in line]
     other = subprocess.run(
         shlex.split(line), cwd=fleet.site.root, capture_output=True, text=True, check=True,
         stdin=subprocess.DEVNULL, timeout=300,
     )  # fmt: skip
-    assert operations_of(done.stderr) == operations_of(other.stderr)
-    assert len(operations_of(done.stderr)) > 20
+    assert operations_of(result.stderr) == operations_of(other.stderr)
+    assert len(operations_of(result.stderr)) > 20
 
 
 def operations_of(output):

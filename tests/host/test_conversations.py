@@ -35,9 +35,9 @@ class Engines:
         own.write_text(profile.replace("prefix_reuse: true", "prefix_reuse: false"))
         self.site.choose(model="lab-tiny", profile="chat", replicas=replicas, serve=self.serve)
 
-    def start(self, body, *words, port=BALANCER, key=KEY):
+    def start(self, body, *args, port=BALANCER, key=KEY):
         curl = subprocess.Popen(
-            ["curl", "-K", "-", "-sSN", "-m", "300", "-H", "Content-Type: application/json", *words,
+            ["curl", "-K", "-", "-sSN", "-m", "300", "-H", "Content-Type: application/json", *args,
              "-w", "\n%{http_code}", "-d", json.dumps({"model": "lab-model", **body}),
              f"http://{self.guests[0].ip}:{port}/v1/chat/completions"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -47,10 +47,10 @@ class Engines:
         curl.stdin = None
         return curl
 
-    def ask(self, messages, *words, **options):
+    def ask(self, messages, *args, **options):
         body = {"messages": messages, "max_tokens": 8, "temperature": 0,
                 "chat_template_kwargs": {"enable_thinking": False}}  # fmt: skip
-        text, _, status = self.start(body, *words, **options).communicate()[0].rpartition("\n")
+        text, _, status = self.start(body, *args, **options).communicate()[0].rpartition("\n")
         return int(status), json.loads(text)
 
     def count(self, name):

@@ -46,9 +46,9 @@ class Gated:
             "systemctl stop 'spark-serve@*' 'spark-watch@*'; rm -rf /srv/spark/sources/lab--gated*"
         )
 
-    def cli(self, *words):
-        done = self.site.cli(*words, env=self.environment())
-        return done.stdout + done.stderr
+    def cli(self, *arguments):
+        result = self.site.cli(*arguments, env=self.environment())
+        return result.stdout + result.stderr
 
 
 @pytest.fixture(scope="module")

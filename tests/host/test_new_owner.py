@@ -55,8 +55,8 @@ def test_switch_takes_one_edit_and_one_command(walk):
 def test_up_after_rollback_restarts_nothing(walk):
     before = walk.guest.invocation()
     walk.owner.set_profile("v2")
-    done = walk.owner.run("up", "-y")
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = walk.owner.run("up", "-y")
+    assert result.returncode == 0, result.stdout + result.stderr
     assert walk.guest.invocation() == before
 
 
@@ -67,11 +67,11 @@ def test_client_connects_with_two_commands_and_no_copied_key(walk):
         wait_for_port(8000)
         printed = walk.owner.run("connect", "spark-1", "--for", "env").stdout
         assert re.search(r'OPENAI_API_KEY="\$\(.*\)"', printed)
-        done = subprocess.run(
+        result = subprocess.run(
             ["bash", "-euc", f'{printed}\nexec "$0" -c "$1"', sys.executable, ASK],
             capture_output=True, text=True, timeout=60, check=False,
         )  # fmt: skip
-    assert (done.returncode, done.stdout.strip()) == (0, "35352137"), done.stderr
+    assert (result.returncode, result.stdout.strip()) == (0, "35352137"), result.stderr
 
 
 def test_one_command_frees_the_gpu(walk):
@@ -93,9 +93,9 @@ def test_one_command_frees_the_gpu(walk):
 )
 def test_status_job_takes_one_command(walk, job, options, answer):
     [typed] = typed_commands(job)
-    done = walk.owner.run(*typed, *options)
-    assert done.returncode == 0, done.stderr
-    assert re.search(answer, done.stdout), done.stdout
+    result = walk.owner.run(*typed, *options)
+    assert result.returncode == 0, result.stderr
+    assert re.search(answer, result.stdout), result.stdout
 
 
 def test_schedule_takes_one_edit_and_one_command(walk):
@@ -105,8 +105,8 @@ def test_schedule_takes_one_edit_and_one_command(walk):
     times = [{"at": at, **pair} for at, pair in zip(("04:00", "04:30"), pairs, strict=True)]
     chosen = {"keep_ready": pairs[1:], "schedule": times}
     path.write_text(f"{before}\n{yaml.safe_dump(chosen)}")
-    done = walk.owner.run(*up, "-y")
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr
+    result = walk.owner.run(*up, "-y")
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr
     timers = "systemctl list-timers --all --no-legend 'spark-hours@*'"
     assert walk.guest.run(f"{timers} | wc -l").strip() == "2"
     path.write_text(before)

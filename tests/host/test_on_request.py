@@ -42,13 +42,13 @@ def guest(site):
     return guest_named(NAME)
 
 
-def curl(guest, model, *words, seconds=400, **more):
+def curl(guest, model, *arguments, seconds=400, **more):
     """Send a question to the main gateway; return status, body and seconds."""
     began, body = time.monotonic(), json.dumps({**QUESTION, "model": model, **more})
     out = guest.run(
         "sed 's/.*/header = \"Authorization: Bearer &\"/' /etc/spark/api-key | "
         f"curl -K - -sS -m {seconds} -w '\\n%{{http_code}}' -H 'Content-Type: application/json' "
-        f"-d {shlex.quote(body)} {shlex.join(words)} http://127.0.0.1:8000/v1/chat/completions",
+        f"-d {shlex.quote(body)} {shlex.join(arguments)} http://127.0.0.1:8000/v1/chat/completions",
         check=False, timeout_s=seconds + 20,
     )  # fmt: skip
     text, _, code = out.rpartition("\n")

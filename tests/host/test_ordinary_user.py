@@ -31,12 +31,12 @@ class User:
         exports = " ".join(f"{name}={value}" for name, value in self.environment.items())
         script = f"cd {FOLDER} 2>/dev/null; export PATH=$HOME/venv/bin:$PATH {exports}; {line}"
         login = f"sudo -n runuser -l ana -c {shlex.quote(script)}"
-        done = subprocess.run(
+        result = subprocess.run(
             [*self.guest.login(), login],
             capture_output=True, text=True, timeout=900, check=False, stdin=subprocess.DEVNULL,
         )  # fmt: skip
-        sys.stdout.write(f"$ {line}\n{done.stdout}{done.stderr}")
-        return done
+        sys.stdout.write(f"$ {line}\n{result.stdout}{result.stderr}")
+        return result
 
     def writes(self, path, text, mode="600"):
         quoted = shlex.quote(text)

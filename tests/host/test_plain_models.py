@@ -61,9 +61,9 @@ def checks_of(guest):
 
 
 def planned(site):
-    done = site.cli("plan", "--json")
-    assert done.returncode == 0, done.stderr
-    plan: dict[str, Any] = json.loads(done.stdout)[0]
+    result = site.cli("plan", "--json")
+    assert result.returncode == 0, result.stderr
+    plan: dict[str, Any] = json.loads(result.stdout)[0]
     return plan
 
 
@@ -140,8 +140,8 @@ def test_plan_uses_the_kv_cache_size_that_the_engine_reported(site, guest):
     add_or_fail(site, "org/tiny-odd")
     deploy_model(site, "tiny-odd")
     assert planned(site)["memory"]["kv_tokens"] is None
-    done = site.cli("update", "--missing", "--counted")
-    assert done.returncode == 0, done.stderr
+    result = site.cli("update", "--missing", "--counted")
+    assert result.returncode == 0, result.stderr
     memory = planned(site)["memory"]
     assert memory["kv_tokens"] == pytest.approx(counted_tokens(guest), rel=0.01)
     assert memory["counted_by"].startswith(f"{NAME}, {guest.release()}")

@@ -191,8 +191,8 @@ def test_prepare_sets_memory_compaction_and_restores_the_default(prepared):
 
 
 def can_use_docker(guest):
-    done = subprocess.run([*guest.login(), "docker ps"], capture_output=True, check=False)
-    return done.returncode == 0
+    result = subprocess.run([*guest.login(), "docker ps"], capture_output=True, check=False)
+    return result.returncode == 0
 
 
 def test_listed_user_can_use_docker_from_next_login(prepared):

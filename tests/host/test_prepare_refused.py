@@ -63,15 +63,15 @@ def execute(prepared, command):
 
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_prepare_rejects_unsuitable_host_before_any_change(prepared, name):
-    cause, repair, words = PROBLEMS[name]
+    cause, repair, message = PROBLEMS[name]
     execute(prepared, cause)
     prepared.guest.run("rmdir /var/lib/spark/switch")
-    refused = prepared.run()
+    result = prepared.run()
     untouched = prepared.guest.run("test -e /var/lib/spark/switch || echo untouched")
     execute(prepared, repair)
-    assert refused.exit_code != 0
-    assert words in refused.stderr
-    assert "fix:" in refused.stderr
+    assert result.exit_code != 0
+    assert message in result.stderr
+    assert "fix:" in result.stderr
     assert untouched == "untouched"
     prepared.guest.run("mkdir -p /var/lib/spark/switch")
 

@@ -21,14 +21,14 @@ pytestmark = pytest.mark.timeout(1500)
 
 
 def send_request(guest):
-    done = subprocess.run(
+    result = subprocess.run(
         ["curl", "-sS", "-m", "60", "-w", "\n%{http_code}", "-H", f"Authorization: Bearer {KEY}",
          "-H", "Content-Type: application/json", "-d", json.dumps(BODY),
          f"http://{guest.ip}:{PORT}/v1/chat/completions"],
         capture_output=True, text=True, timeout=90, check=False,
     )  # fmt: skip
-    text, _, status = done.stdout.rpartition("\n")
-    return int(status or 0), text or done.stderr
+    text, _, status = result.stdout.rpartition("\n")
+    return int(status or 0), text or result.stderr
 
 
 class Clients:

@@ -75,9 +75,9 @@ def site(tmp_path_factory):
 
 def requantize(site):
     inventory = str(site.root / "inventory/lab.py")
-    words = ["add", "lab-own", "--requantize", "--on", NAME, "--inventory", inventory, "-y", "-v"]
+    args = ["add", "lab-own", "--requantize", "--on", NAME, "--inventory", inventory, "-y", "-v"]
     return subprocess.run(
-        [sys.executable, "-m", "spark_deploy", *words],
+        [sys.executable, "-m", "spark_deploy", *args],
         cwd=CHECKOUT, capture_output=True, text=True, check=False, timeout=1500,
     )  # fmt: skip
 

@@ -44,8 +44,8 @@ def site(tmp_path_factory):
 
 def test_requantize_job_packs_every_listed_drafter_block(site):
     guest = guest_named(NAME)
-    done = requantize(site)
-    assert done.returncode == 0, done.stderr[-4000:]
+    result = requantize(site)
+    assert result.returncode == 0, result.stderr[-4000:]
     [tree] = guest.run("ls -d /srv/spark/models/lab-own-int4-*").split()
     receipt = guest.json(f"cat {tree}/receipt.json")
     assert receipt["kind"] == "requantized"

@@ -37,9 +37,9 @@ def test_deploy_adds_second_service_and_second_run_changes_nothing(fleet, guest)
     assert guest.names() == ["lab-model", "second"]
     assert status_of(guest, 8000, "second") == 200
     assert status_of(guest, 8000, "unknown") == status_of(guest, 8001, "lab-model") == 404
-    shown = fleet.site.cli("status", "--limit", guest.name, "--json")
-    [status_json] = json.loads(shown.stdout)
-    assert shown.returncode == 0, shown.stdout
+    status = fleet.site.cli("status", "--limit", guest.name, "--json")
+    [status_json] = json.loads(status.stdout)
+    assert status.returncode == 0, status.stdout
     assert [service["service"] for service in status_json["services"]] == ["second"]
     assert status_json["services"][0]["proof"]["current"]
 

@@ -90,8 +90,8 @@ def test_commands_printed_by_connect_reach_the_server(fleet):
 def test_tunnel_fails_if_the_local_port_is_taken(fleet):
     command = row(fleet.site.cli("connect", "--limit", FIRST).stdout, "from here")
     with socket.create_server(("127.0.0.1", 8000)):
-        done = subprocess.run(
+        result = subprocess.run(
             ["bash", "-c", command], capture_output=True, text=True, timeout=30, check=False,
             stdin=subprocess.DEVNULL,
         )  # fmt: skip
-    assert done.returncode != 0
+    assert result.returncode != 0

@@ -36,9 +36,9 @@ class Inside:
         return self.pyinfra("deploy.py", user=user)
 
     def pyinfra(self, deploy, *, user=USER, environment=""):
-        done = self.run(f"{environment}{self.command(deploy, '--json', user=user)}")
-        document = json.loads(done.stdout) if done.returncode == 0 else {}
-        return Run(done.returncode, document, done.stderr, 0.0, Silence(0.0, ""))
+        result = self.run(f"{environment}{self.command(deploy, '--json', user=user)}")
+        document = json.loads(result.stdout) if result.returncode == 0 else {}
+        return Run(result.returncode, document, result.stderr, 0.0, Silence(0.0, ""))
 
     def command(self, deploy, *options, user):
         path = f"{'/opt/bin:' if user == 'root' else ''}/usr/sbin:/usr/bin:/sbin:/bin"
@@ -114,7 +114,7 @@ SPY = """
 def password(inside):
     word = secrets.token_urlsafe(12)
     readable = " ".join(str(path) for path in Path(sys.base_prefix).parents[:-1])
-    done = inside.run(
+    result = inside.run(
         f"set -e; echo {USER}:{word} | chpasswd; rm /etc/sudoers.d/90-lab; umask 077; "
         f"echo {word} > /home/{USER}/right; echo other > /home/{USER}/wrong; "
         f"chmod a+x {readable} $(dirname {inside.site.root}) $(dirname $(dirname "
@@ -122,7 +122,7 @@ def password(inside):
         # The wheels that replace the package index.
         f"cp -r {Path.home()}/.cache /home/{USER}/; chown -R {USER} {inside.site.root} /home/{USER}"
     )
-    assert done.returncode == 0, done.stderr
+    assert result.returncode == 0, result.stderr
     return word
 
 
@@ -150,13 +150,13 @@ def test_local_bootstrap_without_the_right_password_changes_nothing(inside, pass
 
 def test_local_bootstrap_asks_once_for_the_password_and_installs_sudo_rule(inside, password):
     command = inside.command("deploys/bootstrap.py", "-vvv", "--debug", user=USER)
-    done = inside.run(
+    result = inside.run(
         f"{SPY} touch /root/log; {{ until grep -q 'login and sudo' /root/log; do sleep 0.2; "
         f"done; sleep 1; cat /home/{USER}/right; }} | timeout 120 script -qefc "
         f"{shlex.quote(command)} /root/log; rc=$?; touch /root/enough; wait; exit $rc"
     )
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert done.stdout.count("login and sudo") == 1
+    assert result.returncode == 0, result.stdout[-3000:]
+    assert result.stdout.count("login and sudo") == 1
     assert f"{USER} ALL=" in sudo_rule(inside)
     recorded = inside.run("cat /root/shown /root/log; journalctl -o cat --no-pager").stdout
     assert "visudo" in recorded

@@ -68,8 +68,8 @@ def fresh(name, root):
     return guest_named(name), site
 
 
-def uninstall(site, *words, dry=False):
-    return site.deploy(*words, dry=dry, deploy=UNINSTALL)
+def uninstall(site, *arguments, dry=False):
+    return site.deploy(*arguments, dry=dry, deploy=UNINSTALL)
 
 
 def serve(site, guest):

@@ -13,9 +13,9 @@ def install_stub(folder: Path, name: str, script: str) -> Path:
 
 def run_script(script: str, *folders: Path, stdin: str = "", **environment: str) -> list[str]:
     path = ":".join([*map(str, folders), "/usr/bin:/bin"])
-    done = subprocess.run(
+    result = subprocess.run(
         ["sh", "-c", script], input=stdin, capture_output=True, text=True, timeout=30, check=False,
         env={"PATH": path, **environment},
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()

@@ -112,8 +112,8 @@ def tracked():
         cwd=CHECKOUT, capture_output=True, text=True, check=True,
     )  # fmt: skip
     rooms = tuple({room.split("/")[0] for room, _ in ROOMS})
-    here = (name for name in result.stdout.split() if (CHECKOUT / name).is_file())
-    return sorted(name for name in here if name.startswith(rooms))
+    existing = (name for name in result.stdout.split() if (CHECKOUT / name).is_file())
+    return sorted(name for name in existing if name.startswith(rooms))
 
 
 @cache

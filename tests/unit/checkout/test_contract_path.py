@@ -10,8 +10,8 @@ def test_checkout_imports_the_contract_package_without_installing_it():
         "import spark_contract; print(spark_contract.__file__)"
     )
     # -S: no site-packages, as in an environment made before the contract was there.
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-S", "-c", code], capture_output=True, text=True, check=False, env={}
     )
-    assert done.stderr == ""
-    assert done.stdout.strip() == f"{CHECKOUT}/files/contract/spark_contract/__init__.py"
+    assert result.stderr == ""
+    assert result.stdout.strip() == f"{CHECKOUT}/files/contract/spark_contract/__init__.py"

@@ -10,18 +10,18 @@ from spark_deploy.config.checkout import CHECKOUT
 @pytest.mark.slow
 def test_generated_docs_are_current():
     command = [sys.executable, str(CHECKOUT / "tools/docs/generate.py"), "--check"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
 
 
 def test_readme_and_speed_page_give_the_same_speed():
     readme = (CHECKOUT / "README.md").read_text("utf-8")
-    shown = re.search(r"(\d+) tokens/s for one request \(computed; (\d+)\s+published", readme)
+    speeds = re.search(r"(\d+) tokens/s for one request \(computed; (\d+)\s+published", readme)
     page = (CHECKOUT / "docs/reference/speed.md").read_text("utf-8")
     row = re.search(r"^\| v2 \| qwen3.5-122b \| 1 \| (\d+) \|.*\| (\d+)\.\d \|", page, re.M)
-    assert shown is not None
+    assert speeds is not None
     assert row is not None
-    assert shown.groups() == row.groups()[::-1]
+    assert speeds.groups() == row.groups()[::-1]
 
 
 def test_files_named_in_architecture_page_exist():

@@ -56,18 +56,18 @@ def installed(tmp_path_factory):
     return root / "venv/bin"
 
 
-def run(installed, *words, cwd):
+def run(installed, *arguments, cwd):
     env = {"PATH": "/usr/bin:/bin", "HOME": str(cwd)}
     return subprocess.run(
-        [str(installed / words[0]), *words[1:]],
+        [str(installed / arguments[0]), *arguments[1:]],
         cwd=cwd, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False,
     )  # fmt: skip
 
 
 def test_wheel_and_checkout_send_the_same_files_to_hosts(installed, tmp_path):
     tools, image, where = run(installed, "python", "-c", DIGESTS, cwd=tmp_path).stdout.split()
-    here = read_payload()
-    assert (tools, image) == (here.tools_digest, here.image_context_digest)
+    payload = read_payload()
+    assert (tools, image) == (payload.tools_digest, payload.image_context_digest)
     assert str(installed.parent) in where
 
 
@@ -87,8 +87,8 @@ def test_wheel_description_contains_only_absolute_links(installed, tmp_path):
 
 
 def test_wheel_creates_and_plans_a_configuration(installed, tmp_path):
-    made = run(installed, "spark-deploy", "init", "own", "--host", "spark-1", cwd=tmp_path)
-    assert made.returncode == 0, made.stderr
+    created = run(installed, "spark-deploy", "init", "own", "--host", "spark-1", cwd=tmp_path)
+    assert created.returncode == 0, created.stderr
     own = tmp_path / "own"
     planned = run(installed, "spark-deploy", "plan", "--estimate", "--json", cwd=own)
     assert planned.returncode == 0, planned.stderr

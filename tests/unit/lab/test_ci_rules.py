@@ -17,14 +17,14 @@ SKIPS_ALL = "import pytest\npytest.skip('no lab', allow_module_level=True)\n"
 EXITS = "import pytest\ndef test_{}():\n    pytest.exit('enough', returncode=0)\n"
 
 
-def run(tmp_path, folder, text, *words, ci="true", plugin="no:xdist"):
+def run(tmp_path, folder, text, *arguments, ci="true", plugin="no:xdist"):
     (tmp_path / "tests" / folder).mkdir(parents=True)
     (tmp_path / "tests/unit").mkdir(exist_ok=True)
     (tmp_path / "tests/unit/test_one.py").write_text(RUNS.format("unit"))
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n host: lab\n gate: counts\n")
     (tmp_path / "tests/conftest.py").write_text(CONFTEST.read_text())
     (tmp_path / f"tests/{folder}/test_lab.py").write_text(text.format("lab"))
-    command = ("pytest", "-q", "-p", "no:cacheprovider", "-p", plugin, *words)
+    command = ("pytest", "-q", "-p", "no:cacheprovider", "-p", plugin, *arguments)
     env = {**os.environ, "CI": ci, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     return forked.run(command, cwd=tmp_path, env=env, ready=["pytest"])
 
@@ -55,20 +55,20 @@ def test_lab_tests_can_be_skipped_outside_ci_or_left_unselected(tmp_path, ci, te
 
 @pytest.mark.slow
 def test_lab_tests_fail_under_xdist(tmp_path):
-    done = run(tmp_path, "host", RUNS, "tests", "-n", "2", ci="", plugin="xdist")
-    assert done.returncode == 1
-    assert "1 passed, 1 error" in done.stdout
+    result = run(tmp_path, "host", RUNS, "tests", "-n", "2", ci="", plugin="xdist")
+    assert result.returncode == 1
+    assert "1 passed, 1 error" in result.stdout
 
 
 @pytest.mark.slow
 def test_every_lab_test_is_collected():
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
-    done = subprocess.run(
+    result = subprocess.run(
         [*command, *LAB_FOLDERS], cwd=CHECKOUT, capture_output=True, text=True, check=False,
         env={**os.environ, "CI": ""},
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:]
-    collected = {line.partition("[")[0] for line in done.stdout.splitlines() if "::" in line}
+    assert result.returncode == 0, result.stdout[-3000:]
+    collected = {line.partition("[")[0] for line in result.stdout.splitlines() if "::" in line}
     written = [
         f"{path.relative_to(CHECKOUT)}::{node.name}"
         for folder in LAB_FOLDERS

@@ -36,8 +36,8 @@ def test_lab_enters_guest_root_even_if_the_lab_runs_in_a_chroot(tmp_path, monkey
 def test_reused_pid_is_not_mistaken_for_a_lab_server(monkeypatch, tmp_path):
     lab = LabPaths(tmp_path)
     lab.run.mkdir()
-    words = ["sh", "-c", "echo up; read forever", "lab _hub"]
-    hub = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    arguments = ["sh", "-c", "echo up; read forever", "lab _hub"]
+    hub = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         assert hub.stdout.readline() == b"up\n"
         monkeypatch.setattr(cgroup, "pids", lambda name: {hub.pid})

@@ -24,9 +24,9 @@ def test_lab_variant_has_every_file_it_names(name):
 
 
 def test_lab_code_contains_no_variant_name():
-    words = "|".join(map(re.escape, variant.names()))
+    names = "|".join(map(re.escape, variant.names()))
     for path in Path(variant.__file__).parent.rglob("*.py"):
-        assert not re.search(rf"\b({words})\b", path.read_text()), path
+        assert not re.search(rf"\b({names})\b", path.read_text()), path
 
 
 def test_every_recorded_variant_passed_and_kept_the_owners_files():

@@ -107,8 +107,8 @@ class FakeHost:
 
 def local_shell(script: str) -> str:
     gevent.sleep(0.01)
-    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=False)
-    return done.stdout if done.returncode == 0 else Failed(done.stdout + done.stderr)
+    result = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=False)
+    return result.stdout if result.returncode == 0 else Failed(result.stdout + result.stderr)
 
 
 def state_of(file: ManagedFile) -> FileState:

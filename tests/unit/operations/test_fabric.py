@@ -102,20 +102,20 @@ def orders(host):
         for script, options in host.commands
         if "ib_write_bw" not in script
     ]
-    return [(script, json.loads(order)) for script, order in tests]
+    return [(script, json.loads(request)) for script, request in tests]
 
 
 def test_measurement_token_is_not_in_process_lists(monkeypatch):
     sender, listener = cable_end(88), cable_end()
     for _ in range(2):
         assert measure(monkeypatch, sender, listener) == []
-    (send, order), (_, second) = orders(sender)
+    (send, request), (_, second) = orders(sender)
     listen, same = orders(listener)[0]
-    assert order == same
-    assert len(order["token"]) == 32
-    assert order["token"] != second["token"]
-    assert order["token"] not in send + listen
-    assert order["max_bytes"] <= 10**9
+    assert request == same
+    assert len(request["token"]) == 32
+    assert request["token"] != second["token"]
+    assert request["token"] not in send + listen
+    assert request["max_bytes"] <= 10**9
     assert "DynamicUser=yes" in listen
     assert "RuntimeMaxSec=" in listen
     assert "fab0 to spark-2 (192.168.100.12): 88.0 Gb/s over TCP" in sender.log_text

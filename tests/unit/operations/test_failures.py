@@ -28,15 +28,15 @@ check(name="check")
 @pytest.mark.slow
 def test_plain_pyinfra_repeats_the_failure_at_the_end(tmp_path):
     (tmp_path / "check.py").write_text(REFUSED.format(tmp_path))
-    done = subprocess.run(
+    result = subprocess.run(
         [Path(sys.executable).with_name("pyinfra"), "@local", "check.py", "-y"], cwd=tmp_path,
         stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
         env={**os.environ, "PYTHONPATH": f"{CHECKOUT}:{CHECKOUT / 'files/contract'}"},
     )  # fmt: skip
-    assert done.returncode == 1
-    before, _, after = done.stderr.partition("--> Disconnecting from hosts")
+    assert result.returncode == 1
+    before, _, after = result.stderr.partition("--> Disconnecting from hosts")
     for part in (before, after):
-        assert part.count("memory: 70 GiB needed") == 1, done.stderr
+        assert part.count("memory: 70 GiB needed") == 1, result.stderr
         assert part.count("  fix: choose a smaller model") == 1
 
 

@@ -120,15 +120,15 @@ def test_file_is_written_next_to_the_target_and_renamed(tmp_path):
 def test_failed_file_write_suggests_a_fix(tmp_path):
     (tmp_path / "file").write_text("")
     file = ManagedFile(f"{tmp_path}/file/below", b"new\n")
-    done = subprocess.run(
+    result = subprocess.run(
         ["sh", "-c", as_user(unpack_script([file]))],
         input=pack_files([file]),
         capture_output=True,
         text=True,
     )
-    assert done.returncode != 0
-    assert "Not a directory" in done.stderr
-    assert "fix: check for a full" in done.stderr
+    assert result.returncode != 0
+    assert "Not a directory" in result.stderr
+    assert "fix: check for a full" in result.stderr
 
 
 def test_archive_of_a_directory_omits_python_bytecode(tmp_path):
@@ -173,8 +173,8 @@ def test_next_run_removes_files_that_a_killed_run_unpacked(tmp_path):
 def test_unpacking_leaves_only_the_archive_members_and_the_receipt(tmp_path):
     home, content = tmp_path / "tools/site", zip_package()
     for _ in range(2):
-        done = unpack(home, content, hashlib.sha256(content).hexdigest())
-        assert done.returncode == 0, done.stderr
+        result = unpack(home, content, hashlib.sha256(content).hexdigest())
+        assert result.returncode == 0, result.stderr
         assert (home / "package/__init__.py").read_bytes() == PROGRAM
         assert (home / ".receipt").read_text() == "made of this\n"
         assert os.listdir(home.parent) == ["site"]
@@ -186,9 +186,9 @@ def test_never_unpacks_bytes_that_differ_from_what_was_sent(tmp_path, received):
     home, content = tmp_path / "tools/site", zip_package()
     home.mkdir(parents=True)
     (home / "before").touch()
-    done = unpack(home, content[:received], hashlib.sha256(content).hexdigest())
-    assert done.returncode != 0
-    assert "do not match the hash" in done.stderr
+    result = unpack(home, content[:received], hashlib.sha256(content).hexdigest())
+    assert result.returncode != 0
+    assert "do not match the hash" in result.stderr
     assert os.listdir(home) == ["before"]
     assert os.listdir(home.parent) == ["site"]
 

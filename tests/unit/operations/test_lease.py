@@ -120,12 +120,12 @@ def test_no_lease_is_taken_in_a_dry_run_or_for_an_unchanged_host(path):
 
 def test_lease_expires_some_time_after_the_last_renewal(path):
     take(path, OTHER, "ben@laptop")
-    _, until, since, _ = path.read_text().split()
+    _, expires_at, started_at, _ = path.read_text().split()
     assert take(path, OTHER, "ben@laptop") == "taken"
-    assert path.read_text().split()[2] == since
+    assert path.read_text().split()[2] == started_at
     uptime_s = int(Path("/proc/uptime").read_text().split(".")[0])
-    assert 0 < int(until) - uptime_s <= operations.TTL_S
-    path.write_text(f"{OTHER} {uptime_s - 1} {since} ben@laptop\n")
+    assert 0 < int(expires_at) - uptime_s <= operations.TTL_S
+    path.write_text(f"{OTHER} {uptime_s - 1} {started_at} ben@laptop\n")
     assert take(path, "another-1", "ann@desk") == "taken"
 
 

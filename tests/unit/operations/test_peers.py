@@ -73,8 +73,8 @@ class Fleet:
             return downloads.with_known_peers(WORKS[number])
 
     def peers(self, name):
-        order = json.loads(self.work(name).inputs[0].content)
-        urls: list[str] = order.get("peers", {"urls": []})["urls"]
+        plan = json.loads(self.work(name).inputs[0].content)
+        urls: list[str] = plan.get("peers", {"urls": []})["urls"]
         return urls
 
 
@@ -145,5 +145,5 @@ def test_image_is_shared_only_if_its_blobs_are_stored(monkeypatch, kept):
     fleet.hosts["a"].facts["FileStates"] = {**RECEIPTS, **(receipt if kept else {})}
     fleet.share()
     inputs = fleet.work("b", -1).inputs
-    orders = [str(file.content) for file in inputs if file.path.endswith("layers.json")]
-    assert ["http://10.0.0.a:8010" in order for order in orders] == [True] * kept
+    plans = [str(file.content) for file in inputs if file.path.endswith("layers.json")]
+    assert ["http://10.0.0.a:8010" in plan for plan in plans] == [True] * kept

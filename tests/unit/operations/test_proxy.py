@@ -68,8 +68,8 @@ def test_unchanged_proxy_needs_no_command_and_no_proxy_removes_the_file(secret):
 def test_docker_restarts_only_if_the_proxy_changed(settings, managed, daemon, expected):
     commands = set_docker_proxy(settings, *([DOCKER_DROP_IN] * managed), daemon=daemon)
     assert len(commands) == len(expected)
-    for command, words in zip(commands, expected, strict=True):
-        assert words.replace("restart", "systemctl restart docker.service") in command
+    for command, fragments in zip(commands, expected, strict=True):
+        assert fragments.replace("restart", "systemctl restart docker.service") in command
 
 
 @pytest.mark.parametrize(

@@ -21,12 +21,12 @@ NAMES = ("spark.example.org", "10.0.0.9")
 EC = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
 
 
-def openssl(*words, text=None):
-    done = subprocess.run(
-        ["openssl", *map(str, words)], input=text, capture_output=True, text=True, check=False
+def openssl(*arguments, text=None):
+    result = subprocess.run(
+        ["openssl", *map(str, arguments)], input=text, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert result.returncode == 0, result.stderr
+    return result.stdout
 
 
 def public_key_of(key):
@@ -41,12 +41,12 @@ def make_pair(folder, name, days=90, stem="host"):
     return [str(certificate), str(key)]
 
 
-def verify(ca, leaf, *words):
-    done = subprocess.run(
-        ["openssl", "verify", "-purpose", "sslserver", *words, "-CAfile", ca / "ca.pem", leaf],
+def verify(ca, leaf, *arguments):
+    result = subprocess.run(
+        ["openssl", "verify", "-purpose", "sslserver", *arguments, "-CAfile", ca / "ca.pem", leaf],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
-    return done.stdout + done.stderr
+    return result.stdout + result.stderr
 
 
 def assert_one(problems, *parts):
@@ -79,13 +79,13 @@ def test_unusable_certificate_and_key_are_rejected(tmp_path, monkeypatch):
     other_key = make_pair(tmp_path, f"DNS:{NAMES[0]}", stem="other")[1]
     encrypted = str(tmp_path / "encrypted.pem")
     openssl("pkey", "-in", key, "-aes256", "-passout", "pass:x", "-out", encrypted)
-    for files, words in (
+    for files, fragments in (
         ((certificate, other_key), ("does not match", "other-key.pem")),
         ((certificate, encrypted), ("has the wrong format", "unencrypted")),
         ((certificate, "/nowhere.pem"), ("cannot be read",)),
         ((key, key), ("has the wrong format",)),
     ):
-        assert_one(check_certificate_and_key(*files, NAMES[0]), *words)
+        assert_one(check_certificate_and_key(*files, NAMES[0]), *fragments)
     later = certificates.now() + timedelta(days=4)
     with monkeypatch.context() as patch:
         patch.setattr(certificates, "now", lambda: later)

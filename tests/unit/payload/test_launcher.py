@@ -22,12 +22,12 @@ def test_host_tools_never_run_code_in_the_current_directory(tools, tmp_path, nam
     home = tmp_path / "home"
     (home / name).parent.mkdir(parents=True)
     (home / name).write_text("raise SystemExit('code of a stranger')\n")
-    done = subprocess.run(
+    result = subprocess.run(
         [tools / "bin/spark-host", "help"], cwd=home, capture_output=True, text=True, check=False,
         env={**os.environ, "PYTHONPATH": str(home)},
     )  # fmt: skip
-    assert done.stderr.startswith("spark-host status")
-    assert done.returncode == 0
+    assert result.stderr.startswith("spark-host status")
+    assert result.returncode == 0
 
 
 def test_host_tools_never_use_python_or_site_packages_of_the_user(tools, tmp_path):
@@ -42,11 +42,11 @@ def test_host_tools_never_use_python_or_site_packages_of_the_user(tools, tmp_pat
     Path(site).mkdir(parents=True)
     (Path(site) / "usercustomize.py").write_text("raise SystemExit('code of a stranger')\n")
     environment["PATH"] = f"{stranger.parent}:{environment['PATH']}"
-    done = subprocess.run(
+    result = subprocess.run(
         [tools / "bin/spark-host", "help"], env=environment, capture_output=True, text=True,
         check=False,
     )  # fmt: skip
-    assert done.stderr.startswith("spark-host status")
+    assert result.stderr.startswith("spark-host status")
 
 
 def test_child_processes_inherit_safe_path_and_the_callers_directory(tools, tmp_path):
@@ -60,18 +60,18 @@ def test_child_processes_inherit_safe_path_and_the_callers_directory(tools, tmp_
     subprocess.run(["sh", "-c", script], check=True, cwd=folder)
 
 
-def run_from_memory(*words, cwd):
+def run_from_memory(*arguments, cwd):
     return subprocess.run(
-        ["sh", "-c", memory_command(*words)],
+        ["sh", "-c", memory_command(*arguments)],
         input=pack_tools(), capture_output=True, text=True, cwd=cwd, check=False,
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": "/nowhere", "SPARK_ROOT": str(cwd)},
     )  # fmt: skip
 
 
 def test_host_tools_sent_for_one_command_run_from_memory_and_leave_no_files(tmp_path):
-    done = run_from_memory("help", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "spark-host manifest" in done.stderr
+    result = run_from_memory("help", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "spark-host manifest" in result.stderr
     assert list(tmp_path.rglob("*")) == []
     bad = run_from_memory("manifest", "{}", cwd=tmp_path)
     assert bad.returncode == 2

@@ -66,11 +66,11 @@ def test_every_backend_difference_is_planned_or_explained():
     [("drafter experts", "v2 of qwen3.5-122b"), ("target experts", "plain of a BF16 repository")],
 )
 def test_planned_kernel_options_exclude_flashinfer_from_16_bit_experts(layers, unpinned):
-    chosen = {
+    kernels = {
         form: {
             case: choices["12.1"][form].get(layers, "") for case, choices in TABLE["cases"].items()
         }
         for form in ("pinned", "free")
     }
-    assert "FlashInfer" in chosen["free"][unpinned]
-    assert not [case for case, choice in chosen["pinned"].items() if "FlashInfer" in choice]
+    assert "FlashInfer" in kernels["free"][unpinned]
+    assert not [case for case, choice in kernels["pinned"].items() if "FlashInfer" in choice]

@@ -21,6 +21,6 @@ def test_recorded_recall_results_pass_and_detect_damaged_engines(name):
     path = CHECKOUT / f"proofs/results/gpu/{name}.json"
     rows = json.loads(path.read_text("utf-8"))["rows"]
     assert [row["claim"] for row in rows if row["passed"] is False] == []
-    words = ("damage", "noise", "fi-gdn-states")
-    damaged = [row for row in rows if row["passed"] and any(word in row["claim"] for word in words)]
+    marks = ("damage", "noise", "fi-gdn-states")
+    damaged = [row for row in rows if row["passed"] and any(mark in row["claim"] for mark in marks)]
     assert len(damaged) == DAMAGED[name]

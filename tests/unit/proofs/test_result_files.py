@@ -24,12 +24,12 @@ WHOLE = {
 
 def commands(target):
     environment = {**os.environ, "MAKEFLAGS": "", "GPU_PYTEST": ""}
-    words = ["SPARK_GPU_RESULTS=/results", "GPU_PYTHON=python3", target]
-    done = subprocess.run(
-        ["make", "--dry-run", "--no-print-directory", *words],
+    arguments = ["SPARK_GPU_RESULTS=/results", "GPU_PYTHON=python3", target]
+    result = subprocess.run(
+        ["make", "--dry-run", "--no-print-directory", *arguments],
         cwd=CHECKOUT, env=environment, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    return [line.strip() for line in done.stdout.replace("\\\n", " ").splitlines()]
+    return [line.strip() for line in result.stdout.replace("\\\n", " ").splitlines()]
 
 
 def test_every_result_file_records_its_origin_and_has_a_make_target():
@@ -45,8 +45,8 @@ def test_every_result_file_records_its_origin_and_has_a_make_target():
 def test_gpu_all_and_cpu_all_run_every_partial_target(whole, parts):
     run = set(commands(whole))
     for part in parts:
-        words = ("pytest", ".json", " -m ")
-        own = {line for line in commands(part) if any(word in line for word in words)}
+        fragments = ("pytest", ".json", " -m ")
+        own = {line for line in commands(part) if any(text in line for text in fragments)}
         assert own, part
         assert own <= run, part
 

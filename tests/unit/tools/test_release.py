@@ -33,11 +33,11 @@ class Project:
         (root / "small.py").write_text("")
         (root / ".gitignore").write_text("dist/\nbuild/\n*.egg-info/\n")
         (root / "Makefile").write_text("check:\n\ttest ! -e .git/broken\n")
-        for words in ("init -q", "add -A", "commit -qm start"):
-            self.git(*words.split())
+        for command in ("init -q", "add -A", "commit -qm start"):
+            self.git(*command.split())
 
-    def git(self, *words):
-        return runner(self.root)(["git", *words])
+    def git(self, *arguments):
+        return runner(self.root)(["git", *arguments])
 
     def run(self, command):
         if self.failing_step and self.failing_step in " ".join(command):

@@ -14,8 +14,8 @@ IMAGE = CHECKOUT / "files/image"
 def test_dockerfile_installs_only_the_plugin():
     joined = re.sub(r"\\\n", " ", (IMAGE / "Dockerfile").read_text())
     lines = [line.strip() for line in joined.splitlines() if not line.strip().startswith("#")]
-    words = {line.split()[0] for line in lines if line}
-    assert words == {"ARG", "FROM", "LABEL", "COPY", "RUN", "ENV"}
+    instructions = {line.split()[0] for line in lines if line}
+    assert instructions == {"ARG", "FROM", "LABEL", "COPY", "RUN", "ENV"}
     assert [line for line in lines if line.startswith("FROM")] == ["FROM ${BASE}"]
     assert not re.search(r"\b(apt|apk|curl|wget|git|npm|conda)\b", joined)
     installs = re.findall(r"pip (?:--\S+ )*install ([^;]*)", joined)
