@@ -241,7 +241,7 @@ def deploy(
         CHECKOUT / deploy_file(command),
         [(host.name, host.data) for host in hosts],
         options.data,
-        failed=failed,
+        failed_hosts=failed,
     )
     if options.verbose or options.dry or as_json:
         return run(dry=options.dry, as_json=as_json)

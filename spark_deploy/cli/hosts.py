@@ -291,7 +291,7 @@ class AccessResult:
 
 def check_access(hosts: Sequence[Target]) -> AccessResult:
     """Try to log in to all hosts in parallel; probe the hosts where the login fails."""
-    endpoints = [login.endpoint(host.name, host.data) for host in hosts]
+    endpoints = [login.build_endpoint(host.name, host.data) for host in hosts]
     activity = f"connecting to {short_list([host.name for host in hosts])}"
     pool = Pool(16)  # greenlets, because threads would delay the exit after Ctrl-C
     with ticking(activity, note, first_s=QUIET_PERIOD_S):

@@ -33,7 +33,7 @@ from spark_deploy.config.errors import SparkError
 from spark_deploy.config.printable import one_line
 from spark_deploy.hosts.payload import read_payload
 from spark_deploy.hosts.status import HostStatus, Jobs, JobStates, Status
-from spark_deploy.inventory.login import public_key
+from spark_deploy.inventory.login import find_public_key
 from spark_deploy.lock.file import read_lock
 from spark_deploy.lock.resolve import format_size, required_names
 from spark_deploy.plan.jobs import plan_jobs
@@ -172,7 +172,7 @@ def _bootstrap(hosts: Sequence[Target], options: Options) -> int:
         return 0
     for endpoint in access.without_access:
         if not endpoint.is_local:
-            public_key(endpoint)  # raises before pyinfra starts if there is no key
+            find_public_key(endpoint)  # raises before pyinfra starts if there is no key
     names = [endpoint.host for endpoint in access.without_access]
     if options.dry:
         fix = "run `spark-deploy up` without --dry"

@@ -32,8 +32,8 @@ from spark_deploy.inventory.login import (
     Password,
     PasswordPrompt,
     accepts_password,
-    endpoint,
-    public_key,
+    build_endpoint,
+    find_public_key,
     try_key,
 )
 
@@ -73,14 +73,14 @@ def prepare(
     Returns pyinfra's data of each reachable host, with a ``Contact``. Raises SettingsError if the
     controller has no key, a host key changed or is not confirmed, or a terminal is missing.
     """
-    endpoints = [endpoint(host, data) for host, data in hosts.items()]
+    endpoints = [build_endpoint(host, data) for host, data in hosts.items()]
     local = [target for target in endpoints if target.is_local]
     remote = [target for target in endpoints if not target.is_local]
     with ThreadPoolExecutor(max_workers=16) as pool:
         host_keys = list(pool.map(query_host_key, remote))
         targets = [*local, *(key.endpoint for key in host_keys if key.state != "unreachable")]
         # Check before any prompt that there is a key to install.
-        public_keys = ["" if target.is_local else public_key(target) for target in targets]
+        public_keys = ["" if target.is_local else find_public_key(target) for target in targets]
         _confirm_host_keys(host_keys, confirm)
         logins = [
             _first_login(target, result, hosts[target.host])
@@ -99,7 +99,7 @@ def prepare(
 
 
 def _first_login(target: Endpoint, result: LoginResult, data: Mapping[str, Any]) -> Endpoint:
-    """Return where bootstrap logs in: as ``ssh.first_user`` until the deploy account exists."""
+    """Return the login for bootstrap, with ``ssh.first_user`` until the deploy account exists."""
     if target.user != ACCOUNT or result.ready:
         return target
     context = data.get(CONTEXT_KEY)
@@ -109,7 +109,7 @@ def _first_login(target: Endpoint, result: LoginResult, data: Mapping[str, Any])
 
 
 def _confirm_host_keys(keys: Sequence[HostKey], confirm: Callable[[str], str]) -> None:
-    """Record new host keys that a person confirms or a file lists; ``-y`` confirms none.
+    """Record new host keys that the user confirms or a file lists; ``-y`` confirms none.
 
     The owner of the key receives the password, so this check is never skipped.
     """
@@ -125,9 +125,9 @@ def _confirm_host_keys(keys: Sequence[HostKey], confirm: Callable[[str], str]) -
     if unknown and not sys.stdin.isatty():
         raise SettingsError.one(
             f"host key of {', '.join(key.endpoint.host for key in unknown)}",
-            "is new, and -y does not confirm it",
-            f"run in a terminal, or set {HOST_KEYS_FILE_VARIABLE} to a known_hosts file with the "
-            "key that you have read on the machine itself",
+            "is not in known_hosts, and -y does not confirm it",
+            f"run in a terminal, or set {HOST_KEYS_FILE_VARIABLE} to the path of a known_hosts "
+            "file that contains the host key, copied from the machine itself",
         )
     question = f"record {'it' if len(unknown) == 1 else 'them'}? [y/N] "
     if unknown and confirm(question).strip().lower() != "y":
@@ -147,7 +147,7 @@ def _read_passwords(
     Raises SettingsError if every host rejects the last password.
     """
     passwords: dict[str, str] = {}
-    # Hosts where the key logs in need the password only for sudo, which bootstrap tests itself.
+    # Where login with the key works, only sudo needs the password, which bootstrap tests itself.
     checkable = {login for login, result in logins.items() if not result.logs_in}
     pending = list(logins)
     while pending:
@@ -163,9 +163,9 @@ def _read_passwords(
             _log(f"{names}: password rejected; try again")
             continue
         if set(pending) == checkable:
-            fix = "run again with the right password, and check ssh.user"
+            fix = "check ssh.user, then run again with the correct password"
             raise SettingsError.one("password", f"rejected by {names}", fix)
-        _log(f"{names}: password rejected; to retry, run again with --limit")
+        _log(f"{names}: password rejected; to try again, run again with --limit")
         break
     return passwords
 
@@ -181,10 +181,10 @@ def _contact_data(
         data["ssh_user"] = login.user
     if result.ready:
         return data
-    # Bootstrap calls sudo itself, because pyinfra would put the password into an argv.
+    # Bootstrap calls sudo itself, because pyinfra would put the password into argv.
     data["_sudo"] = False
     if not result.logs_in:
-        # sshd would count the keys of an agent as login attempts.
+        # sshd would count an agent's keys as login attempts.
         data.update(ssh_password=Password(password), ssh_allow_agent=False, ssh_look_for_keys=False)
     return data
 

@@ -11,13 +11,13 @@ from spark_deploy.config.settings.load import HostSettings
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.plan.gateway import client_address
 
-# Members of a cluster run the same release, so these settings must be the same.
+# All members of a cluster run one release, so these settings must be equal.
 _SAME_IN_CLUSTER = (
     "model", "profile", "engine", "checkpoint", "cluster", "memory", "allow_containers",
     "services", "watch", "check", "images", "paths", "lock_file",
     "serve.names", "serve.defaults", "serve.start_timeout_s", "serve.drain_s",
 )  # fmt: skip
-# Clients of replicas depend on these settings, so they must be the same.
+# Clients of replicas depend on these settings, so they must be equal.
 _SAME_IN_REPLICAS = (
     "model", "replicas", "serve.names", "serve.port", "serve.api_key", "serve.keys",
     "serve.max_body_bytes",
@@ -27,7 +27,7 @@ _IN_GROUP_VARS = "set it once, in group_vars of their group"
 
 
 def unknown_host_problems(hosts: Mapping[str, HostSettings]) -> Iterator[Problem]:
-    """Yield hosts in cluster.hosts and replicas.hosts that the inventory (``hosts``) lacks."""
+    """Report names in cluster.hosts and replicas.hosts that the inventory (``hosts``) lacks."""
     for section in ("cluster", "replicas"):
         sections = [loaded.data.get(section) or {} for loaded in hosts.values()]
         names = dict.fromkeys(name for data in sections for name in data.get("hosts") or ())
@@ -53,9 +53,9 @@ def replica_problems(hosts: Mapping[str, HostSettings]) -> Iterator[Problem]:
 def _member_problems(
     hosts: Mapping[str, HostSettings], section: str, same_settings: Sequence[str]
 ) -> Iterator[Problem]:
-    """Yield unknown members, different settings and different lists of members."""
-    members_of = {name: getattr(host.settings, section).hosts for name, host in hosts.items()}
-    for name, members in members_of.items():
+    """Report unknown members, different settings and different lists of members."""
+    members_by_host = {name: getattr(host.settings, section).hosts for name, host in hosts.items()}
+    for name, members in members_by_host.items():
         for other in members:
             if other not in hosts:
                 message = f"'{other}' is not in the same group"
@@ -64,8 +64,8 @@ def _member_problems(
             continue
         yield from _setting_differences(hosts.get(members[0]), hosts[name], same_settings)
         for other in members[1:] if name == members[0] else ():
-            if other in hosts and list(members_of[other][:1]) != [name]:
-                listed = ", ".join(members_of[other]) or "empty"
+            if other in hosts and list(members_by_host[other][:1]) != [name]:
+                listed = ", ".join(members_by_host[other]) or "empty"
                 message = f"is {listed}, but {name} lists this host"
                 yield Problem(f"{other}: {section}.hosts", message, _IN_GROUP_VARS)
 
@@ -73,16 +73,16 @@ def _member_problems(
 def _setting_differences(
     first: HostSettings | None, member: HostSettings, keys: Sequence[str]
 ) -> Iterator[Problem]:
-    """Yield settings of a member that differ from those of the first host."""
+    """Report settings of a member that differ from those of the first host."""
     if first is None or first.host == member.host:
         return
     for key in keys:
-        if _value(member.settings, key) != _value(first.settings, key):
+        if _setting_value(member.settings, key) != _setting_value(first.settings, key):
             message = f"differs from {first.host}, the first host"
             yield Problem(f"{member.host}: {key}", message, _IN_GROUP_VARS)
 
 
-def _value(settings: Settings, key: str) -> Any:
+def _setting_value(settings: Settings, key: str) -> Any:
     value: Any = settings
     for part in key.split("."):
         value = getattr(value, part)
@@ -90,7 +90,7 @@ def _value(settings: Settings, key: str) -> Any:
 
 
 def duplicate_address_problems(endpoints: Mapping[str, tuple[str, int]]) -> Iterator[Problem]:
-    """Yield hosts with the address of another host: two plans would change the same machine."""
+    """Report hosts with the same address, because two plans would change the same machine."""
     name_by_endpoint: dict[tuple[str, int], str] = {}
     for name, (address, port) in endpoints.items():
         if (other := name_by_endpoint.setdefault((address, port), name)) != name:

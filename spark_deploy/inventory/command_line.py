@@ -34,13 +34,13 @@ def command_line() -> dict[str, Any]:
     return dict(context.params)
 
 
-def overrides(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def parse_overrides(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return our settings in ``--data``, without pyinfra's."""
     settings = {}
     for item in arguments.get("data") or ():
         key, equals, text = item.partition("=")
         if not equals:
-            raise SettingsError.one(f"--data {key}", "has no value", "write --data key=value")
+            raise SettingsError.one(f"--data {key}", "has no value", "write `--data key=value`")
         if not key.startswith(("_", "ssh_")):
             settings[key] = _parse_value(text)
     return settings
@@ -52,7 +52,7 @@ def login_user(arguments: Mapping[str, Any]) -> str | None:
 
 
 def _parse_value(text: str) -> Any:
-    """Parse a value as pyinfra does: true, false, a number or JSON; otherwise it is text."""
+    """Parse a value as pyinfra does: true, false, a number, JSON, or otherwise a string."""
     if text.lower() in {"true", "false"}:
         return text.lower() == "true"
     for parse in (int, json.loads):
@@ -67,13 +67,13 @@ def check_patterns(
     arguments: Mapping[str, Any], groups: Mapping[str, Sequence[str]], stem: str
 ) -> None:
     names = [host for hosts in groups.values() for host in hosts]
-    known = [*groups, *names]
+    valid_names = [*groups, *names]
     problems = []
     for option in ("limit", "exclude"):
         for pattern in arguments.get(option) or ():
             if pattern in {"all", stem, *groups} or fnmatch.filter(names, pattern):
                 continue
-            fix = suggest(pattern, known, f"choose from: {', '.join(known)}")
+            fix = suggest(pattern, valid_names, f"choose from: {', '.join(valid_names)}")
             problems.append(Problem(f"--{option} {pattern}", "matches no host or group", fix))
     if arguments.get("no_wait"):
         problems.append(Problem("--no-wait", "would hide failures", "remove the option"))
@@ -98,7 +98,7 @@ def missing_inventory(path: str) -> SettingsError:
     existing = sorted({file for folder in folders for file in folder.glob("[!_]*.py")})
     same_name = [str(file) for file in existing if file.name == missing.name]
     files = same_name[:1] or [str(file) for file in existing]
-    fix = suggest(path, files, "name an inventory file, such as inventory/spark.py")
+    fix = suggest(path, files, "pass the path of an inventory file, such as inventory/spark.py")
     return SettingsError.one(path, "is not an inventory file", fix)
 
 
@@ -110,7 +110,7 @@ def _is_host(name: str) -> bool:
 
 
 def _is_module(name: str) -> bool:
-    """Return whether pyinfra could read it as ``module.attribute``."""
+    """Return whether pyinfra could read the name as ``module.attribute``."""
     try:
         return importlib.util.find_spec(name.replace(":", ".").partition(".")[0]) is not None
     except (ImportError, ValueError):

@@ -43,7 +43,7 @@ from spark_deploy.inventory.command_line import (
     command_line,
     login_user,
     must_serve,
-    overrides,
+    parse_overrides,
 )
 from spark_deploy.inventory.host_keys import open_transport
 from spark_deploy.inventory.host_names import (
@@ -135,14 +135,14 @@ def groups_from(
     if problems := list(host_problems(groups, file=file)):
         raise SettingsError(problems)
     check_patterns(arguments, groups, stem)
-    chosen = chosen_hosts(arguments, groups, stem)
-    if not chosen:
+    selected = select_hosts(arguments, groups, stem)
+    if not selected:
         excluded = " ".join(f"--exclude {pattern}" for pattern in arguments.get("exclude") or ())
-        raise SettingsError.one(excluded, "leaves no host", "exclude fewer hosts")
+        raise SettingsError.one(excluded, "leaves no host to run on", "exclude fewer hosts")
     makes_plan = must_serve(arguments)
     given_data = host_data or {}
     hosts = _load_settings(
-        groups, file, overrides(arguments), generated, given_data, must_serve=makes_plan
+        groups, file, parse_overrides(arguments), generated, given_data, must_serve=makes_plan
     )
     root = vars_root(file)
     catalog = _once_per_command(
@@ -162,7 +162,7 @@ def groups_from(
         from spark_deploy.inventory.login import PasswordPrompt
 
         prompt = _once_per_command("password", PasswordPrompt)
-        contacts = prepare({name: data[name] for name in chosen}, prompt=prompt)
+        contacts = prepare({name: data[name] for name in selected}, prompt=prompt)
         for name, contact_data in contacts.items():
             data[name].update(contact_data)
     return {group: ([(name, data[name]) for name in names], {}) for group, names in groups.items()}
@@ -196,7 +196,7 @@ def _load_settings(
         settings = dataclasses.replace(loaded.settings, ssh=ssh)
         hosts[name] = dataclasses.replace(loaded, settings=settings)
     problems += duplicate_address_problems(endpoints)
-    fix = f"set a host in this inventory: {', '.join(hosts)}"
+    fix = f"set it to a host in this inventory: {', '.join(hosts)}"
     for canary in dict.fromkeys(loaded.settings.rollout.canary for loaded in hosts.values()):
         if canary is not None and canary not in hosts:
             message = f"'{canary}' is not a host in this inventory"
@@ -212,7 +212,7 @@ def _is_bootstrap(arguments: Mapping[str, Any]) -> bool:
     return is_deploy or bool(arguments.get("bootstraps"))
 
 
-def chosen_hosts(
+def select_hosts(
     arguments: Mapping[str, Any], groups: Mapping[str, Sequence[str]], stem: str
 ) -> list[str]:
     names = list(dict.fromkeys(host for hosts in groups.values() for host in hosts))
@@ -277,8 +277,8 @@ def _connection_data(
 
 
 def _configured_user(host: str, data: Mapping[str, Any]) -> str:
-    """Return the user in ~/.ssh/config or the local user; "" if unknown."""
-    # The connection reports mistakes in the file. KeyError: the local user is unknown.
+    """Return the user in ~/.ssh/config or the local user; "" if neither is known."""
+    # The connection reports mistakes in the file. A KeyError means that the local user is unknown.
     with suppress(OSError, ValueError, KeyError, SSHException, RecursionError):
         config = get_ssh_config(data.get("ssh_config_file"))
         user = config.lookup(data.get("ssh_hostname", host)).get("user") if config else None

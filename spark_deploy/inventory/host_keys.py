@@ -1,4 +1,4 @@
-"""Query, compare and record SSH host keys; set timeouts of connections."""
+"""Query, compare and record SSH host keys; set connection timeouts."""
 
 import base64
 import hashlib
@@ -77,8 +77,8 @@ def query_host_key(endpoint: Endpoint) -> HostKey:
         port = int(config["port"])
         name = hostname if port == 22 else f"[{hostname}]:{port}"
         path = Path(endpoint.known_hosts or files[0]).expanduser()
-        known = HostKeys(str(path)) if path.exists() else HostKeys()
-    recorded: Mapping[str, PKey] = known.lookup(name) or {}
+        known_hosts = HostKeys(str(path)) if path.exists() else HostKeys()
+    recorded: Mapping[str, PKey] = known_hosts.lookup(name) or {}
     try:
         sock = config.get("sock") or socket.create_connection((hostname, port), CONNECT_TIMEOUT_S)
         transport = Transport(sock)
@@ -106,12 +106,12 @@ def readable_ssh_files() -> Iterator[None]:
     try:
         yield
     except RecursionError as error:
-        fix = "correct ProxyJump; `ssh -G HOST` shows it"
+        fix = "correct ProxyJump; run `ssh -G HOST` to print it"
         message = "ProxyJump leads from a jump host to itself"
         raise SettingsError.one("~/.ssh/config", message, fix) from error
     except (ValueError, ConfigParseError, InvalidHostKey) as error:
         reason = error.line if isinstance(error, InvalidHostKey) else error
-        fix = "correct that line; `ssh -G HOST` prints the configuration that ssh uses"
+        fix = "correct that line; run `ssh -G HOST` to print the configuration that ssh uses"
         where = "~/.ssh/config or known_hosts"
         raise SettingsError.one(where, f"cannot be read: {one_line(reason)}", fix) from error
 
@@ -125,9 +125,10 @@ def changed_key_problems(keys: Sequence[HostKey]) -> list[Problem]:
                 Problem(
                     key.endpoint.host,
                     f"presents the host key {key.fingerprint}, but {key.path} has {recorded}: "
-                    "it was reinstalled, or the connection is intercepted",
-                    "compare with `ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub` on the "
-                    f"machine; if it matches: ssh-keygen -f {key.path} -R '{key.entry_name}'",
+                    "the host was reinstalled, or the connection is intercepted",
+                    "run `ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub` on the machine; if it "
+                    "prints the first fingerprint, remove the old key: run "
+                    f"`ssh-keygen -f {key.path} -R '{key.entry_name}'`",
                 )
             )
     return problems
@@ -143,12 +144,12 @@ def is_listed(key: HostKey, file: str) -> bool:
         with readable_ssh_files():
             listed: Mapping[str, PKey] = HostKeys(str(path)).lookup(key.entry_name) or {}
     except OSError as error:
-        fix = "name a readable known_hosts file"
+        fix = "set the path of a readable known_hosts file"
         raise SettingsError.one(str(path), str(error.strerror), fix) from error
     match = listed.get(key.key.get_name()) if key.key else None
     if listed and match != key.key:
         message = f"presents the host key {key.fingerprint}, but {path} has a different key"
-        fix = "compare both with the key on the machine: the connection may be intercepted"
+        fix = "compare both with the key on the machine, because the connection may be intercepted"
         raise SettingsError.one(key.endpoint.host, message, fix)
     return match is not None
 
@@ -158,10 +159,10 @@ def record_host_keys(keys: Sequence[HostKey]) -> None:
         if new.state != "new" or new.key is None:
             continue
         new.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        text = new.path.read_text() if new.path.exists() else ""
+        content = new.path.read_text() if new.path.exists() else ""
         line = HostKeyEntry([new.entry_name], new.key).to_line() or ""
         with new.path.open("a") as file:
-            file.write(("" if not text or text.endswith("\n") else "\n") + line)
+            file.write(("" if not content or content.endswith("\n") else "\n") + line)
     get_host_keys.cache.clear()  # pyinfra caches these files
 
 

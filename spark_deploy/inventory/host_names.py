@@ -1,4 +1,4 @@
-"""Check host names and settings files; pyinfra ignores these mistakes."""
+"""Check host names and settings files, because pyinfra ignores mistakes in them."""
 
 import ast
 import re
@@ -22,8 +22,8 @@ from spark_deploy.plan.types import HostPlan
 LOCAL = "@local"
 CONTEXT_KEY = "spark_deploy"  # in pyinfra's data of a host
 NOT_LISTED = (
-    "is not listed in an inventory file of spark-deploy",
-    "run with an inventory file, such as inventory/spark.py; for this machine list '@local'",
+    "is not listed in an inventory file for spark-deploy",
+    "run with an inventory file, such as inventory/spark.py; for this machine, list '@local'",
 )
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 _FOLDERS = {"group_vars": "group", "host_vars": "host"}
@@ -33,7 +33,7 @@ _SUFFIXES = ("", ".yml", ".yaml", ".json", ".toml", ".py")
 
 @dataclass(frozen=True, slots=True)
 class HostContext:
-    """Settings and catalog of a host, carried to the deploy in pyinfra's data."""
+    """Settings and catalog of a host, which pyinfra's data carries to the deploy."""
 
     loaded: HostSettings
     catalog: Catalog
@@ -62,51 +62,53 @@ def context_of(host: Host) -> HostContext:
 def host_problems(groups: Mapping[str, Any], *, file: str) -> Iterator[Problem]:
     """Yield invalid, repeated and accidentally joined names in the groups of an inventory file."""
     joined = {strings.name: strings for strings in _joined_strings(Path(file))}
-    group_of: dict[str, str] = {}
+    group_by_host: dict[str, str] = {}
     for group, hosts in groups.items():
         where = f"{Path(file).name}: hosts of {group}"
         if not isinstance(hosts, (list, tuple)):
-            yield Problem(where, f"{hosts!r} is not a list", 'write hosts=["spark-1", "spark-2"]')
+            yield Problem(
+                where, f"expected a list, got {hosts!r}", 'write hosts=["spark-1", "spark-2"]'
+            )
             continue
         if not hosts:
             yield Problem(where, "the list is empty", "add a host, or remove the group")
         for host in hosts:
             if not isinstance(host, str):
-                fix = "write each name as text in quotes; put settings into host_vars"
-                yield Problem(where, f"{host!r} is not a name", fix)
+                fix = "write each name in quotes, and put settings into host_vars"
+                yield Problem(where, f"expected a name, got {host!r}", fix)
                 continue
             if host in joined:
                 line = f"{where} line {joined[host].line}"
                 yield Problem(line, joined[host].message, "put a comma between them")
             elif problem := _name_problem(f"{where}: {host!r}", host):
                 yield problem
-            elif group_of.get(host) == group:
+            elif group_by_host.get(host) == group:
                 yield Problem(f"{where}: {host}", "is listed twice", "list it once")
-            elif host in group_of:
-                message = f"is in the groups {group_of[host]} and {group}"
+            elif host in group_by_host:
+                message = f"is in the groups {group_by_host[host]} and {group}"
                 yield Problem(f"{where}: {host}", message, "list every host in a single group")
-            group_of[host] = group
+            group_by_host[host] = group
 
 
 def _name_problem(where: str, host: str) -> Problem | None:
     if host.startswith("@"):
         if host == LOCAL:
             return None
-        message = "is not a host: @local is the only supported connector of pyinfra"
-        return Problem(where, message, f"write {LOCAL}")
+        message = "unsupported pyinfra connector; only @local is supported"
+        return Problem(where, message, f"write {LOCAL}, or the name of a host")
     user, at, name = host.partition("@")
     if at:
-        fix = f"write {name!r}, and `ssh: {{user: {user}}}` in its host_vars"
+        fix = f"use {name!r} as the host name, and set `ssh: {{user: {user}}}` in its host_vars"
         return Problem(where, "contains a login", fix)
     if is_address(host):
         return None
     name, _, port = host.rpartition(":")
     if _NAME.fullmatch(name) and port.isdecimal():
-        fix = f"write {name!r}, and `ssh: {{port: {port}}}` in its host_vars"
+        fix = f"use {name!r} as the host name, and set `ssh: {{port: {port}}}` in its host_vars"
         return Problem(where, "contains a port", fix)
     if not _NAME.fullmatch(host) or set(host) <= set("0123456789."):
-        fix = "write a name that ssh knows, such as spark-1"
-        return Problem(where, "is not a host name or address", fix)
+        fix = "use a name that ssh can resolve, such as spark-1"
+        return Problem(where, "invalid host name or address", fix)
     return None
 
 
@@ -125,7 +127,7 @@ def _joined_strings(file: Path) -> Iterator[_JoinedStrings]:
             parts = [ast.literal_eval(string.string) for string in adjacent]
             if len(parts) > 1 and all(isinstance(part, str) for part in parts):
                 names = " and ".join(f'"{part}"' for part in parts)
-                message = f"{names} are joined to a single name"
+                message = f"{names} are joined into a single name"
                 yield _JoinedStrings("".join(parts), adjacent[0].start[0], message)
             adjacent = []
 
@@ -135,8 +137,8 @@ def _tokens(file: Path) -> Iterator[tokenize.TokenInfo]:
     if not file.is_file():
         return
     try:
-        with tokenize.open(file) as text:
-            yield from tokenize.generate_tokens(text.readline)
+        with tokenize.open(file) as source:
+            yield from tokenize.generate_tokens(source.readline)
     except (OSError, SyntaxError, UnicodeDecodeError, tokenize.TokenError):
         return
 
@@ -144,12 +146,12 @@ def _tokens(file: Path) -> Iterator[tokenize.TokenInfo]:
 def stray_file_problems(
     groups: Mapping[str, Sequence[str]], *, root: Path, file: str
 ) -> Iterator[Problem]:
-    """Yield settings files that belong to no group or host."""
+    """Report settings files that match no group or host."""
     names = {
         "group_vars": {"all", *groups},
         "host_vars": {host.removeprefix("@") for hosts in groups.values() for host in hosts},
     }
-    adjacent_names = _words_of_adjacent_inventories(root, Path(file).resolve())
+    adjacent_names = _names_in_adjacent_inventories(root, Path(file).resolve())
     for folder, kind in _FOLDERS.items():
         known_names = names[folder]
         for path in sorted((root / folder).glob("[!._]*")):
@@ -161,14 +163,14 @@ def stray_file_problems(
             if is_settings_file:
                 guess = closest(path.stem, sorted(known_names))
                 fix = f"did you mean {folder}/{guess}.yml?" if guess else "rename or remove it"
-                yield Problem(where, f"does not belong to a {kind} of {Path(file).name}", fix)
+                yield Problem(where, f"matches no {kind} in {Path(file).name}", fix)
             elif path.suffix in _SUFFIXES or is_known:
                 name = path.name if path.name in known_names else path.stem
                 fix = f"write a single file {folder}/{name}.yml"
-                yield Problem(where, "is not read: settings files end in .yml", fix)
+                yield Problem(where, "is ignored, because settings files end in .yml", fix)
 
 
-def _words_of_adjacent_inventories(root: Path, file: Path) -> set[str]:
+def _names_in_adjacent_inventories(root: Path, file: Path) -> set[str]:
     folders = {root, root / "inventory", root / "inventories", file.parent}
     return {
         token.string.strip("\"'").removeprefix("@")

@@ -1,4 +1,4 @@
-"""Try logins and sudo over new connections, and find the key to install."""
+"""Try login and sudo over new connections, and find the key to install."""
 
 import getpass
 import os
@@ -26,7 +26,7 @@ PASSWORD_FILE_VARIABLE = "SPARK_BOOTSTRAP_PASSWORD_FILE"
 PASSWORD_ATTEMPTS = 3
 _KEY_FILES = ("~/.ssh/id_ed25519", "~/.ssh/id_ecdsa", "~/.ssh/id_rsa")
 # -k makes sudo ignore a recently typed password.
-_TRY_SUDO = '[ "$(id -u)" = 0 ] || sudo -k -n true 2>/dev/null && echo free'
+_TRY_SUDO = '[ "$(id -u)" = 0 ] || sudo -k -n true 2>/dev/null && echo passwordless'
 
 
 def reject_prompt(prompt: str) -> NoReturn:
@@ -67,26 +67,28 @@ class PasswordPrompt:
         hosts = ", ".join(endpoint.host for endpoint in endpoints)
         if file := os.environ.get(PASSWORD_FILE_VARIABLE):
             try:
-                text = Path(file).expanduser().read_text().split("\n")[0]
+                password = Path(file).expanduser().read_text().split("\n")[0]
             except OSError as error:
                 message = f"{file}: {error.strerror}"
                 fix = "set it to a readable file"
                 raise SettingsError.one(PASSWORD_FILE_VARIABLE, message, fix) from error
         elif sys.stdin.isatty():
             users = sorted({endpoint.user or getpass.getuser() for endpoint in endpoints})
-            text = self._ask(f"password of {', '.join(users)} on {hosts} (for login and sudo): ")
+            password = self._ask(
+                f"password of {', '.join(users)} on {hosts} (for login and sudo): "
+            )
         else:
             message = f"is needed for {hosts}, but there is no terminal to type it"
             fix = f"run in a terminal, or set {PASSWORD_FILE_VARIABLE} to a file with the password"
             raise SettingsError.one("password", message, fix)
-        if not text:
+        if not password:
             raise SettingsError.one("password", "is empty", "run again and type the password")
-        return text
+        return password
 
 
 @dataclass(frozen=True, slots=True)
 class LoginResult:
-    """Whether the controller's key logs in, and sudo works without a password."""
+    """Whether login with the controller's key works, and sudo needs no password."""
 
     logs_in: bool
     passwordless_sudo: bool
@@ -97,7 +99,7 @@ class LoginResult:
         return self.logs_in and self.passwordless_sudo
 
 
-def endpoint(host: str, data: Mapping[str, Any] | HostData) -> Endpoint:
+def build_endpoint(host: str, data: Mapping[str, Any] | HostData) -> Endpoint:
     port = data.get("ssh_port")
     return Endpoint(
         host=host,
@@ -113,8 +115,8 @@ def endpoint(host: str, data: Mapping[str, Any] | HostData) -> Endpoint:
 def try_key(endpoint: Endpoint) -> LoginResult:
     if endpoint.is_local:
         command = ["sh", "-c", _TRY_SUDO]
-        done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, check=False)
-        return LoginResult(True, done.stdout.strip() == b"free")
+        result = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, check=False)
+        return LoginResult(True, result.stdout.strip() == b"passwordless")
     client = SSHClient()
     arguments: dict[str, Any] = {"allow_agent": True}
     if endpoint.key_file:
@@ -123,7 +125,7 @@ def try_key(endpoint: Endpoint) -> LoginResult:
     try:
         _connect(client, endpoint, arguments)
         _, out, _ = client.exec_command(_TRY_SUDO, timeout=CONNECT_TIMEOUT_S)
-        return LoginResult(True, out.read().decode().strip() == "free")
+        return LoginResult(True, out.read().decode().strip() == "passwordless")
     except (SSHException, OSError, EOFError) as error:
         return LoginResult(False, False, str(error))
     finally:
@@ -131,7 +133,7 @@ def try_key(endpoint: Endpoint) -> LoginResult:
 
 
 def accepts_password(endpoint: Endpoint, password: str) -> bool:
-    """Return False if the host rejects the password, True if it accepts it or does not answer."""
+    """Return False if the host rejects the password, True if it accepts it or does not respond."""
     client = SSHClient()
     arguments = {"password": Password(password), "allow_agent": False, "look_for_keys": False}
     try:
@@ -166,16 +168,16 @@ def _private_key(key_file: str) -> Any:
         path, problem = Path(key_file).expanduser(), str(error)
         fix = f"create it with `ssh-keygen -t ed25519 -f {path}`"
         if "encrypted" in problem:
-            problem, fix = "has a passphrase", f"run `ssh-add {path}`, and remove ssh.key_file"
+            problem, fix = "has a passphrase", f"run `ssh-add {path}`, then remove ssh.key_file"
         elif path.exists():
-            fix = "set it to a private key of ssh-keygen"
+            fix = "set it to a private key in a format that ssh-keygen writes"
         raise SettingsError.one("ssh.key_file", f"{path}: {problem}", fix) from error
 
 
-def public_key(endpoint: Endpoint) -> str:
+def find_public_key(endpoint: Endpoint) -> str:
     """Return the public key to install.
 
-    In this order: ``ssh.key_file``, ``IdentityFile`` in ~/.ssh/config, ~/.ssh, the agent.
+    Look in ``ssh.key_file``, ``IdentityFile`` of ~/.ssh/config, ~/.ssh and the agent in turn.
     """
     files = [endpoint.key_file] if endpoint.key_file else [*_identities(endpoint), *_KEY_FILES]
     for file in (Path(name).expanduser() for name in files):
@@ -204,12 +206,12 @@ def _public_key_line(key: PKey) -> str:
 def _read_public_key(path: Path) -> str:
     lines = path.read_text().strip().splitlines()
     if len(lines) != 1 or len(lines[0].split()) < 2:
-        raise SettingsError.one(str(path), "is not a public key", "set ssh.key_file to a valid key")
+        raise SettingsError.one(str(path), "invalid public key", "set ssh.key_file to a valid key")
     return lines[0]
 
 
 def endpoint_of(host: Host) -> Endpoint:
-    return endpoint(host.name, host.data)
+    return build_endpoint(host.name, host.data)
 
 
 def bootstrap_plan(host: Host) -> BootstrapPlan:
@@ -217,7 +219,7 @@ def bootstrap_plan(host: Host) -> BootstrapPlan:
         return BootstrapPlan(public_key="")
     ssh = context_of(host).loaded.settings.ssh
     return BootstrapPlan(
-        public_key=public_key(endpoint_of(host)),
+        public_key=find_public_key(endpoint_of(host)),
         account=ACCOUNT if ssh.user == ACCOUNT else None,
         allowed_from=ssh.allowed_from,
     )
@@ -226,15 +228,15 @@ def bootstrap_plan(host: Host) -> BootstrapPlan:
 def check_access(state: State, host: Host, endpoint: Endpoint) -> bool:
     result = try_key(endpoint)
     if result.ready:
-        login = "" if endpoint.is_local else "the key logs in, "
+        login = "" if endpoint.is_local else "login with the key works, and "
         host.log(f"{login}sudo needs no password")
         return True
     if endpoint.is_local:
         fix = "remove the rule that overrides ours in /etc/sudoers or /etc/sudoers.d"
-        return _log_problem(host, "sudo still needs a password", fix)
-    message = "the key logs in, but sudo still needs a password"
+        return _log_problem(host, "sudo still asks for a password", fix)
+    message = "login with the key works, but sudo still asks for a password"
     if not result.logs_in:
-        message = f"the key still does not log in ({result.detail})"
+        message = f"login with the key still fails ({result.detail})"
     fix = "check `journalctl -u ssh` and /etc/sudoers.d on the host"
     if endpoint.user == ACCOUNT:
         fix += f", and check that sshd's AllowUsers and AllowGroups include {ACCOUNT}"
@@ -246,22 +248,20 @@ def check_login(state: State, host: Host, endpoint: Endpoint) -> bool:
     if result.ready:
         host.log("a new login works")
         return True
-    fix = (
-        "wait until the previous network settings are restored; then check the cable and `ip route`"
-    )
-    return _log_problem(host, f"no new login at {endpoint.hostname} ({result.detail})", fix)
+    fix = "wait until the host has restored the old network, then check the cable and `ip route`"
+    return _log_problem(host, f"cannot log in again at {endpoint.hostname} ({result.detail})", fix)
 
 
 def check_no_access(state: State, host: Host, endpoint: Endpoint) -> bool:
     if not try_key(endpoint).ready:
-        local, remote = "sudo needs a password again", "the key no longer gives access"
+        local, remote = "sudo asks for a password again", "the key no longer grants access"
         host.log(local if endpoint.is_local else remote)
         return True
     if endpoint.is_local:
         fix = "remove the other rule in /etc/sudoers or /etc/sudoers.d"
-        return _log_problem(host, "sudo still needs no password", fix)
+        return _log_problem(host, "sudo still works without a password", fix)
     fix = "remove other rules in /etc/sudoers.d, and the key from sshd's AuthorizedKeysFile"
-    return _log_problem(host, "the key still logs in, and sudo needs no password", fix)
+    return _log_problem(host, "login with the key still works, and sudo needs no password", fix)
 
 
 def _log_problem(host: Host, message: str, fix: str) -> bool:

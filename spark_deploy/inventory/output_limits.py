@@ -21,10 +21,10 @@ from spark_deploy.inventory.login import reject_prompt
 from spark_deploy.inventory.unreachable import raise_connect_error
 
 MAX_BYTES = 128 << 20
-"""Per stream of a command; receipts of 100 checkpoints need a tenth."""
+"""Limit per stream of a command; receipts of 100 checkpoints need a tenth of it."""
 _LINE_BYTES = 64 << 20  # receipts have no line breaks
 _MAX_LINES = 200_000
-_LINES_PER_TURN = 1_000  # before output of other hosts is read
+_LINES_PER_TURN = 1_000  # before reading output from other hosts
 # Characters printed with -v; apt prints fewer.
 _MAX_PRINTED_PER_LINE = 4_000
 _MAX_PRINTED_PER_STREAM = 1 << 20
@@ -55,7 +55,7 @@ def read_buffer(
         if print_output and printable_characters > 0:
             limit = min(_MAX_PRINTED_PER_LINE, printable_characters - 1)
             if len(text) >= limit:
-                text = f"{text[:limit]} (the host printed more, which is not shown)"
+                text = f"{text[:limit]} (output truncated)"
             printable_characters -= len(text) + 1
             echo(print_func(text) if print_func else text, err=True)
 
@@ -75,10 +75,10 @@ def _is_relevant(record: logging.LogRecord) -> bool:
 
 
 def patch_pyinfra() -> None:
-    """Patch pyinfra: limit output, disable password prompts, explain failed connections."""
+    """Patch pyinfra to limit output, disable password prompts and explain failed connections."""
     util.read_buffer = read_buffer
     setattr(util, "getpass", reject_prompt)  # noqa: B010 - a name that util does not export
     setattr(ssh, "raise_connect_error", raise_connect_error)  # noqa: B010 - likewise
     logger.addFilter(_is_relevant)
-    # The reason of a failed connection is in the raised error, too.
+    # The raised error also contains the reason of a failed connection.
     logging.getLogger("paramiko").setLevel(logging.CRITICAL)

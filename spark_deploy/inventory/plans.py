@@ -22,7 +22,7 @@ from spark_deploy.hosts.network import Fabric
 from spark_deploy.hosts.payload import SITE_REQUIREMENTS, quantizer_digest, read_payload
 from spark_deploy.inventory.clusters import unknown_host_problems
 from spark_deploy.inventory.command_line import inventory_argument, missing_inventory
-from spark_deploy.inventory.groups import Group, chosen_hosts, groups_from
+from spark_deploy.inventory.groups import Group, groups_from, select_hosts
 from spark_deploy.inventory.host_names import CONTEXT_KEY, context_of, host_problems
 from spark_deploy.lock import headers
 from spark_deploy.lock.file import validate_lock, write_lock
@@ -36,7 +36,7 @@ from spark_deploy.plan.types import HostPlan, PayloadIdentity, Ports, SourcePlan
 # Hosts are planned in parallel; only the first queries the hub.
 _hub_queries = threading.Lock()
 _PACKAGE = Path(__file__).resolve().parents[1]
-_LOCK_FIX = "run `spark-deploy update --missing` and keep the file"
+_LOCK_FIX = "run `spark-deploy update --missing`, and keep the file"
 
 Log = Callable[[str], None]
 
@@ -52,8 +52,8 @@ def payload_identity() -> PayloadIdentity:
 
 
 def waves_for(state: State) -> tuple[Wave, ...]:
-    chosen = [host for host in state.inventory if state.is_host_in_limit(host)]
-    settings_by_host = {host.name: context_of(host).loaded.settings for host in chosen}
+    selected = [host for host in state.inventory if state.is_host_in_limit(host)]
+    settings_by_host = {host.name: context_of(host).loaded.settings for host in selected}
     rollouts = {name: settings.rollout for name, settings in settings_by_host.items()}
     clusters = (settings.cluster.hosts for settings in settings_by_host.values())
     return plan_waves(rollouts, clusters)
@@ -75,12 +75,12 @@ def plan_for(host: Host) -> HostPlan:
 
 
 def ports_of(members: Sequence[str]) -> dict[str, Ports]:
-    """Return the network ports of hosts. Raises PlanError if a host is not in this run."""
+    """Return the network ports by host. Raises PlanError if a host is not in this run."""
     hosts = {host.name: host for host in inventory}
     absent = [name for name in members if name not in hosts or not hosts[name].connected]
     if absent:
-        message = f"{', '.join(absent)} cannot be queried: unreachable, or left out by --limit"
-        fix = "start every host of the cluster and include it in the run"
+        message = f"cannot query {', '.join(absent)}: unreachable, or excluded by --limit"
+        fix = "start all hosts of the cluster, and include them in the run"
         raise PlanError.one(f"cluster of {', '.join(members)}", message, fix)
     return {name: hosts[name].get_fact(Fabric, _sudo=False) for name in members}
 
@@ -98,7 +98,7 @@ def unverified_builds(
 ) -> Iterator[tuple[VerifiedNames, BuildPlan]]:
     for served in settings.all_models:
         if served.checkpoint.requantized:
-            continue  # the base is made on the host, and the builder verifies it
+            continue  # the host makes the base, and the builder verifies it
         plan = checkpoint_plan(*model_and_profile(served, catalog), served, lock)
         if plan is not None and isinstance(plan.base, SourcePlan):
             names = names_to_verify(plan.build, plan.base.locked, plan.donor)
@@ -130,7 +130,7 @@ def read_headers(settings: Settings, catalog: Catalog, lock: Lock, log: Log) -> 
     ):
         anatomy = headers.read_anatomy(repository, commit, settings.hub, leave_out=leave_out)
         lock = validate_lock(lock.with_entries(anatomies=[anatomy]))
-        architecture = anatomy.architecture or "no architecture named"
+        architecture = anatomy.architecture or "unknown architecture"
         log(f"  {repository}: {architecture}, weights {format_size(anatomy.weights_bytes)}")
     return lock
 
@@ -145,8 +145,10 @@ def verify_names(settings: Settings, catalog: Catalog, lock: Lock, log: Log) -> 
         verified = headers.check_sources(names, build, settings.hub)
         lock = lock.with_entries(names=[verified])
         counts = [(verified.base, verified.base_tensors), (verified.donor, verified.donor_tensors)]
-        texts = [f"{count:,} names of {source.split('@')[0]}" for source, count in counts if source]
-        log(f"  {names.build}: {' and '.join(texts)} match the catalog")
+        sources = [
+            f"{count:,} names in {source.split('@')[0]}" for source, count in counts if source
+        ]
+        log(f"  {names.build}: {' and '.join(sources)} match the catalog")
     return lock
 
 
@@ -155,7 +157,7 @@ def verify_names_if_online(settings: Settings, catalog: Catalog, lock: Lock, log
     try:
         return verify_names(settings, catalog, lock, log)
     except headers.HeadersUnavailableError as error:
-        log(f"tensor names could not be compared with the catalog: {error.problems[0].line}")
+        log(f"could not compare tensor names with the catalog: {error.problems[0].line}")
         return lock
 
 
@@ -163,9 +165,9 @@ def verified_lock(settings: Settings, catalog: Catalog, path: Path, lock: Lock, 
     """Return the verified lock of a deploy; write it, unless ``locked`` is ``required``."""
     if settings.locked == "required":
         for names, _ in unverified_builds(settings, catalog, lock):
-            log(f"{path.name}: names of {names.build} have not been verified; {_LOCK_FIX}")
+            log(f"{path.name}: the names of {names.build} have not been verified; {_LOCK_FIX}")
         for unread in unread_repositories(settings, catalog, lock):
-            message = f"headers of {unread.repository} have not been read yet"
+            message = f"the headers of {unread.repository} have not been read yet"
             raise LockError.one(path.name, message, _LOCK_FIX)
         return lock
     verified = verify_names_if_online(settings, catalog, lock, log)
@@ -183,11 +185,11 @@ def read_inventory(
     must_serve: bool = True,
     deploy: str = "",
 ) -> dict[str, dict[str, Any]]:
-    """Run an inventory without pyinfra; return pyinfra's data of the chosen hosts.
+    """Run an inventory without pyinfra; return pyinfra's data of the selected hosts.
 
     This adds settings to plain pyinfra inventories.
     """
-    hosts = [] if path.exists() else _hosts_of_text(str(path))
+    hosts = [] if path.exists() else _parse_host_names(str(path))
     if not hosts and not path.is_file():
         raise missing_inventory(str(path))
     # Inventory files read these parameters of the current command.
@@ -197,15 +199,17 @@ def read_inventory(
             bootstraps=deploy.endswith("bootstrap.py"),
         )  # fmt: skip
         groups = _with_settings({"hosts": hosts} if hosts else _run_inventory(path), path)
-    data_of = {host: host_data for members, _ in groups.values() for host, host_data in members}
-    if not data_of:
+    data_by_host = {
+        host: host_data for members, _ in groups.values() for host, host_data in members
+    }
+    if not data_by_host:
         raise _no_host_error(path)
-    contexts = {name: data[CONTEXT_KEY].loaded for name, data in data_of.items()}
+    contexts = {name: data[CONTEXT_KEY].loaded for name, data in data_by_host.items()}
     if not hosts and (problems := list(unknown_host_problems(contexts))):
         raise SettingsError(problems)
     names = {name: [host for host, _ in group[0]] for name, group in groups.items()}
-    chosen = chosen_hosts({"limit": limit, "exclude": exclude}, names, path.stem)
-    return {host: data_of[host] for host in chosen}
+    selected = select_hosts({"limit": limit, "exclude": exclude}, names, path.stem)
+    return {host: data_by_host[host] for host in selected}
 
 
 def check_inventory() -> None:
@@ -233,13 +237,13 @@ def check_inventory() -> None:
 
 
 def _no_host_error(path: Path) -> SettingsError:
-    return SettingsError.one(str(path), "lists no host", "list hosts as inventory/spark.py does")
+    return SettingsError.one(str(path), "lists no hosts", "list hosts as in inventory/spark.py")
 
 
-def _hosts_of_text(text: str) -> list[str]:
+def _parse_host_names(inventory: str) -> list[str]:
     """Return the hosts in an argument such as ``spark-1,spark-2`` or ``@local``."""
-    if "," in text or text.startswith("@"):
-        return [host for host in text.split(",") if host]
+    if "," in inventory or inventory.startswith("@"):
+        return [host for host in inventory.split(",") if host]
     return []
 
 
@@ -257,7 +261,7 @@ def _run_inventory(path: Path) -> dict[str, Any]:
         line = getattr(error, "lineno", None) if isinstance(error, SyntaxError) else None
         line = line or (last.lineno if Path(last.filename).name == path.name else None)
         where = f"{path} line {line}" if line else str(path)
-        message = f"cannot be run: {type(error).__name__}: {error}"
+        message = f"cannot run: {type(error).__name__}: {error}"
         raise SettingsError.one(where, message, "correct the inventory file") from error
     return {
         name: value

@@ -1,4 +1,4 @@
-"""Run a deploy in this process, as the pyinfra command that we print would."""
+"""Run a deploy in this process, like the pyinfra command that we print."""
 
 import logging
 import os
@@ -39,22 +39,22 @@ def run_deploy(
     log: Callable[[str], None] | None = None,
     dry: bool = False,
     as_json: bool = False,
-    failed: set[str] | None = None,
+    failed_hosts: set[str] | None = None,
 ) -> int:
     """Run a deploy on hosts; return pyinfra's exit code.
 
-    ``watcher`` receives pyinfra's callbacks, ``log`` the log lines (default: print them); the names
-    of failed hosts are added to ``failed``.
+    ``watcher`` receives pyinfra's callbacks; ``log`` receives the log lines, which are otherwise
+    printed. This adds the names of failed hosts to ``failed_hosts``.
     """
     from pyinfra_cli.util import parse_cli_arg  # lets gevent patch this process
 
     pyinfra.is_cli = True  # pyinfra then distinguishes operations by their line in the deploy file
     os.environ.setdefault("PYINFRA_PROGRESS", "off")  # no spinner
-    override = dict(pair.split("=", 1) for pair in data)
+    overrides = dict(item.split("=", 1) for item in data)
     with _logging(log):
         inventory = Inventory(  # type: ignore[no-untyped-call]  # pyinfra
             ([(name, dict(host_data)) for name, host_data in hosts], {}),
-            override_data={key: parse_cli_arg(value) for key, value in override.items()},
+            override_data={key: parse_cli_arg(value) for key, value in overrides.items()},
         )
         config = Config()  # type: ignore[no-untyped-call]  # pyinfra
         config.lock_current_state()
@@ -71,8 +71,8 @@ def run_deploy(
                 return 1
             finally:
                 disconnect_all(state)
-                if failed is not None:
-                    failed.update(host.name for host in state.failed_hosts)
+                if failed_hosts is not None:
+                    failed_hosts.update(host.name for host in state.failed_hosts)
             return 1 if state.failed_hosts else 0
 
 

@@ -8,12 +8,12 @@ from paramiko.ssh_exception import NoValidConnectionsError
 from pyinfra.api.exceptions import ConnectError
 from pyinfra.api.host import Host
 
-CHECK_NETWORK = "check that the host is on; check address and port"
-BOOTSTRAP = "run `spark-deploy up`, or deploys/bootstrap.py: it installs key and sudo rule"
+CHECK_NETWORK = "check that the host is on, and check its address and port"
+BOOTSTRAP = "run `spark-deploy up` or deploys/bootstrap.py to install the key and sudo rule"
 _REJECTED = "rejects our SSH key"
-_UNKNOWN_KEY = "its host key is not in known_hosts, or differs"
+_UNKNOWN_KEY = "its host key is not in known_hosts, or differs from the recorded key"
 # Messages of the ssh program.
-_SSH = (
+_SSH_ERRORS = (
     (re.compile(r"ssh: connect to host (\S+) port (\d+): (.+)"), CHECK_NETWORK),
     (re.compile(r"ssh: Could not resolve hostname (\S+)(): (.+)"), CHECK_NETWORK),
     (re.compile(r"(?P<user>\S+): Permission denied \("), BOOTSTRAP),
@@ -32,7 +32,7 @@ def network_reason(hostname: str, port: int | None, error: BaseException) -> str
 
 def ssh_reason(output: str) -> tuple[str, str] | None:
     """Return why ssh could not connect and how to fix it; ``None`` if it connected."""
-    for pattern, fix in _SSH:
+    for pattern, fix in _SSH_ERRORS:
         if match := pattern.search(output):
             if fix == CHECK_NETWORK:
                 error = OSError(0, match[3].strip())

@@ -185,7 +185,7 @@ def read_docker(folder):
     ("delays_s", "silent"),
     [({"docker": 0.5, "nvidia-smi": 0.6, "nvidia-ctk": 0.6}, ()), ({"docker": 1.2}, ("docker",))],
 )
-def test_waits_for_slow_programs_and_reports_those_that_do_not_answer(
+def test_waits_for_slow_programs_and_reports_those_that_do_not_respond(
     tmp_path, monkeypatch, delays_s, silent
 ):
     monkeypatch.setattr(docker_facts, "_TIMEOUTS_S", (0.4, 0.9))

@@ -117,7 +117,7 @@ def test_release_is_unproven_without_complete_evidence(path, value, reason):
     assert reason in host_status(document).unproven_reason("main", RELEASE)
 
 
-def test_missing_or_different_tools_prove_nothing_without_an_error():
+def test_release_is_unproven_if_tools_are_missing_or_different():
     assert "tools" in Status().process([]).unproven_reason("main", RELEASE)
     other = Status().process(['{"schema_version": 2, "colour": "red"}'])
     assert other.installed

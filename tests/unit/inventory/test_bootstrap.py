@@ -17,7 +17,7 @@ from spark_deploy.inventory.login import (
     PASSWORD_FILE_VARIABLE,
     LoginResult,
     PasswordPrompt,
-    public_key,
+    find_public_key,
 )
 
 
@@ -104,7 +104,7 @@ def test_records_confirmed_host_keys(tmp_path):
     assert known.check("[10.0.0.2]:2222", second.key)
 
 
-def test_refuses_changed_host_key_with_both_fingerprints(tmp_path):
+def test_rejects_changed_host_key_and_prints_both_fingerprints(tmp_path):
     key = host_key(tmp_path / "known_hosts", "changed", recorded=ECDSAKey.generate())
     (problem,) = host_keys.changed_key_problems([key])
     assert key.fingerprint in problem.what
@@ -168,7 +168,7 @@ def test_a_password_file_is_read_once(hosts, tmp_path):
         bootstrap.prepare(hosts, prompt=PasswordPrompt(never), confirm=never)
 
 
-def test_password_rejected_by_one_host_continues_with_the_rest(tty, hosts, monkeypatch, capsys):
+def test_run_continues_if_one_host_rejects_the_password(tty, hosts, monkeypatch, capsys):
     monkeypatch.setattr(bootstrap, "accepts_password", lambda e, _: e.host == "spark-1")
     assert "spark-1" in tty.prepare(hosts)
     assert "spark-2: password rejected" in capsys.readouterr().err
@@ -201,7 +201,7 @@ def test_never_sends_password_to_host_with_unconfirmed_key(hosts, monkeypatch, t
 
 
 @pytest.mark.usefixtures("no_tty")
-def test_records_host_keys_from_a_file_and_refuses_others(hosts, tmp_path):
+def test_records_host_keys_listed_in_a_file_and_rejects_others(hosts, tmp_path):
     bootstrap.prepare(hosts, prompt=PasswordPrompt(), confirm=never)
     assert (tmp_path / "known_hosts").read_text().count("\n") == 3
     (tmp_path / "known_hosts").unlink()
@@ -214,7 +214,7 @@ def test_records_host_keys_from_a_file_and_refuses_others(hosts, tmp_path):
 
 
 @pytest.mark.usefixtures("no_tty")
-def test_reads_the_password_from_a_file_and_shows_stars(hosts):
+def test_reads_the_password_from_a_file_and_prints_stars_instead(hosts):
     data = bootstrap.prepare(hosts, prompt=PasswordPrompt(), confirm=never)
     assert data["spark-2"]["ssh_password"] == "secret word"
     assert contact_in(data, "spark-2").password.unmask() == "secret word"
@@ -258,7 +258,7 @@ def test_local_machine_needs_only_the_sudo_password(passwordless_sudo, tty, monk
     assert passwordless_sudo or contact.password.unmask() == "x"
 
 
-def test_refuses_a_host_from_a_different_inventory():
+def test_rejects_a_host_from_a_different_inventory():
     with pytest.raises(SettingsError, match="spark-1: is not listed in an inventory file"):
         contact_in({"spark-1": {}}, "spark-1")
 
@@ -268,19 +268,19 @@ def test_public_key_is_read_from_file_ssh_config_or_agent(tmp_path, monkeypatch)
     get_ssh_config.cache.clear()
     spark = Endpoint("spark-1", "10.0.0.1", "ann", None, None, str(tmp_path / "config"), None)
     with pytest.raises(SettingsError, match="ssh-keygen -t ed25519"):
-        public_key(spark)
+        find_public_key(spark)
     with pytest.raises(SettingsError, match=f"ssh-keygen -t ed25519 -f {tmp_path}/none"):
-        public_key(replace(spark, key_file=str(tmp_path / "none")))
+        find_public_key(replace(spark, key_file=str(tmp_path / "none")))
     key, held = ECDSAKey.generate(), ECDSAKey.generate()
     monkeypatch.setattr(login, "Agent", lambda: SimpleNamespace(get_keys=lambda: [held]))
-    assert public_key(spark) == f"{held.get_name()} {held.get_base64()}"
+    assert find_public_key(spark) == f"{held.get_name()} {held.get_base64()}"
     key.write_private_key_file(str(tmp_path / "id"))
-    derived = public_key(replace(spark, key_file=str(tmp_path / "id")))
+    derived = find_public_key(replace(spark, key_file=str(tmp_path / "id")))
     assert derived == f"{key.get_name()} {key.get_base64()}"
     (tmp_path / "work.pub").write_text("ssh-ed25519 AAAA work\n")
     (tmp_path / "config").write_text("Host 10.0.0.1\n  IdentityFile ~/work\n")
     get_ssh_config.cache.clear()
-    assert public_key(spark) == "ssh-ed25519 AAAA work"
+    assert find_public_key(spark) == "ssh-ed25519 AAAA work"
 
 
 def test_sudo_rule_is_one_line_for_one_user():
@@ -301,7 +301,7 @@ def test_explains_sudo_errors(output, cause):
     assert cause in explain_sudo_error(output).what
 
 
-def test_only_bootstrap_contacts_hosts_early():
+def test_only_bootstrap_contacts_hosts_while_the_inventory_is_read():
     for deploy in ("deploys/bootstrap.py", "/opt/x/deploys/bootstrap.py"):
         assert groups._is_bootstrap({"operations": (deploy,)})
     for operations in (("deploy.py",), ("debug-inventory", "deploys/bootstrap.py"), ()):

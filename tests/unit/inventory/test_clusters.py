@@ -68,7 +68,7 @@ def problems_with(member):
     return [problem.where for problem in cluster_problems(hosts)]
 
 
-def test_refuses_a_member_with_a_different_release():
+def test_rejects_cluster_members_with_different_releases():
     digest, changing = release_digest(HEAD), set()
     for path, value in leaves(HEAD):
         for other in other_values(path, value):
@@ -97,7 +97,7 @@ CLUSTER = {"cluster": {"hosts": ["a", "b"]}}
         ({"rollout": {"canary": "z"}}, {}, "'z' is not a host in this inventory"),
     ],
 )
-def test_refuses_contradictory_cluster_settings(repository, group, host, message):
+def test_rejects_contradictory_cluster_settings(repository, group, host, message):
     repository.list_hosts('["a", "b", "c"]')
     repository.write("group_vars/spark.yml", yaml.safe_dump(group))
     repository.write("host_vars/b.yml", yaml.safe_dump(host))
@@ -123,7 +123,7 @@ def test_hosts_outside_the_cluster_serve_alone(repository):
         ({"hostname": "192.168.1.22"}, False),
     ],
 )
-def test_refuses_two_names_for_one_machine(repository, ssh, refused):
+def test_rejects_two_names_for_one_machine(repository, ssh, refused):
     first = {"hostname": "192.168.1.21"}
     for name, settings in (("spark-1", first), ("spark-2", {**first, **ssh})):
         repository.write(f"host_vars/{name}.yml", yaml.safe_dump({"ssh": settings}))
@@ -160,7 +160,7 @@ def test_replicas_connect_through_fleet_addresses(repository):
         ("{}", "serve: {names: [other]}", "b: serve.names: differs from a"),
     ],
 )
-def test_refuses_contradictory_replica_settings(repository, group, host, message):
+def test_rejects_contradictory_replica_settings(repository, group, host, message):
     repository.list_hosts('["a", "b", "c"]')
     settings = {**yaml.safe_load(REPLICAS), **yaml.safe_load(group)}
     repository.write("group_vars/spark.yml", yaml.safe_dump(settings))

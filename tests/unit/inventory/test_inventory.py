@@ -55,7 +55,7 @@ def test_root_login_does_not_use_sudo(repository, monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "login", "sudo"), [("root", "ann", True), ("ann", "root", False)]
 )
-def test_login_on_the_command_line_decides_about_sudo(repository, settings, login, sudo):
+def test_login_user_on_the_command_line_determines_sudo(repository, settings, login, sudo):
     repository.write("group_vars/spark.yml", f"ssh: {{user: {settings}}}\n")
     data = read_inventory(repository.inventory, data=[f"ssh_user={login}"])
     assert data["spark-1"]["_sudo"] is sudo
@@ -74,7 +74,7 @@ def test_login_user_is_read_from_the_given_ssh_config(repository, tmp_path):
     ]  # fmt: skip
 
 
-def test_settings_are_read_by_a_user_without_a_name(repository, monkeypatch):
+def test_user_without_a_login_name_can_read_settings(repository, monkeypatch):
     def refuse():
         raise KeyError("getpwuid(): uid not found: 1234")
 
@@ -94,11 +94,11 @@ def test_validates_data_given_on_the_command_line(repository):
     [
         ({"limit": ["sprk-1"]}, "--limit sprk-1: matches no host or group"),
         ({"limit": ["spark-1"], "exclude": ["sprk-1"]}, "--exclude sprk-1: matches no host"),
-        ({"exclude": ["spark-*"]}, "leaves no host"),
-        ({"limit": ["spark-1"], "exclude": ["spark-1"]}, "leaves no host"),
+        ({"exclude": ["spark-*"]}, "leaves no host to run on"),
+        ({"limit": ["spark-1"], "exclude": ["spark-1"]}, "leaves no host to run on"),
     ],
 )
-def test_refuses_patterns_without_a_host(repository, options, message):
+def test_rejects_patterns_that_match_no_host(repository, options, message):
     with pytest.raises(SettingsError, match=re.escape(message)):
         read_inventory(repository.inventory, **options)
 
@@ -111,7 +111,7 @@ def test_refuses_patterns_without_a_host(repository, options, message):
         ({"limit": ["spark", "all", "sparks"], "exclude": ["spark-1"]}, ["spark-2"]),
     ],
 )
-def test_limit_and_exclude_choose_hosts(repository, options, chosen):
+def test_limit_and_exclude_select_hosts(repository, options, chosen):
     assert list(read_inventory(repository.inventory, **options)) == chosen
 
 
@@ -121,7 +121,7 @@ def port():
         return f"ssh.port={server.getsockname()[1]}"
 
 
-def test_refuses_impossible_pair_before_connecting(repository, port):
+def test_rejects_incompatible_model_and_profile_before_connecting(repository, port):
     repository.list_hosts('["127.0.0.1"]')
     wrong = ("--data", port, "--data", "model=qwen3.5-397b", "-y")
     refused = repository.pyinfra(*wrong, deploy=str(CHECKOUT / "deploy.py"))
@@ -134,7 +134,7 @@ def test_refuses_impossible_pair_before_connecting(repository, port):
 
 
 @pytest.mark.parametrize("name", ["rollback", "rotate_key", "unbootstrap", "uninstall"])
-def test_deploys_without_a_plan_accept_an_impossible_pair(name):
+def test_deploys_without_a_plan_accept_incompatible_model_and_profile(name):
     arguments = {"operations": (str(CHECKOUT / f"deploys/{name}.py"),)}
     assert not command_line.must_serve(arguments)
 
@@ -155,7 +155,7 @@ def test_reports_closed_connection_in_one_line(repository):
     assert "Traceback" not in tried.stderr
 
 
-def test_shipped_inventory_works_from_any_folder(repository):
+def test_shipped_inventory_can_be_read_from_any_folder(repository):
     done = repository.run("pyinfra", str(CHECKOUT / "inventory/spark.py"), "debug-inventory")
     assert done.returncode == 0, done.stderr
 
@@ -199,19 +199,19 @@ LISTS = {
     "missing comma": ('[\n    "alpha"  # upstairs\n    "beta",\n]',
      'sparks.py: hosts of spark line 6: "alpha" and "beta" are joined', "put a comma between them"),
     "duplicate": ('["spark-1", "spark-1"]', "spark-1: is listed twice", "list it once"),
-    "text": ('"spark-1"', "'spark-1' is not a list", "write hosts=["),
-    "null": ("None", "None is not a list", "write hosts=["),
-    "nested list": ('[["spark-1"]]', "['spark-1'] is not a name", "as text in quotes"),
-    "number": ("[7]", "7 is not a name", "as text in quotes"),
-    "empty name": ('[""]', "'': is not a host name", "such as spark-1"),
-    "ssh option": ('["-oProxyCommand=x"]', "is not a host name or address", "such as spark-1"),
-    "short address": ('["192.168.1"]', "is not a host name or address", "such as spark-1"),
-    "wrong connector": ('["@locl"]', "@local is the only supported connector", "write @local"),
+    "text": ('"spark-1"', "expected a list, got 'spark-1'", "write hosts=["),
+    "null": ("None", "expected a list, got None", "write hosts=["),
+    "nested list": ('[["spark-1"]]', "expected a name, got ['spark-1']", "in quotes"),
+    "number": ("[7]", "expected a name, got 7", "in quotes"),
+    "empty name": ('[""]', "'': invalid host name", "such as spark-1"),
+    "ssh option": ('["-oProxyCommand=x"]', "invalid host name or address", "such as spark-1"),
+    "short address": ('["192.168.1"]', "invalid host name or address", "such as spark-1"),
+    "wrong connector": ('["@locl"]', "only @local is supported", "write @local"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", LISTS)
-def test_refuses_wrong_host_list_in_one_line(repository, case):
+def test_rejects_invalid_host_list_in_one_line(repository, case):
     hosts, what, fix = LISTS[case]
     repository.list_hosts(hosts)
     message = repository.error()
@@ -228,18 +228,18 @@ def test_accepts_names_and_addresses(repository, host):
 
 
 STRAY = {
-    "group_vars/sparks.yml": ("to a group of sparks.py", "did you mean group_vars/spark.yml?"),
-    "group_vars/elsewhere.yml": ("does not belong to a group", "rename or remove it"),
-    "group_vars/spark.yaml": ("is not read", "group_vars/spark.yml"),
-    "group_vars/spark/main.yml": ("group_vars/spark: is not read", "group_vars/spark.yml"),
-    "host_vars/spark1.yml": ("to a host of", "did you mean host_vars/spark-1.yml?"),
-    "host_vars/spark-1": ("is not read", "host_vars/spark-1.yml"),
-    "host_vars/spark-1.json": ("is not read", "host_vars/spark-1.yml"),
+    "group_vars/sparks.yml": ("no group in sparks.py", "did you mean group_vars/spark.yml?"),
+    "group_vars/elsewhere.yml": ("matches no group", "rename or remove it"),
+    "group_vars/spark.yaml": ("is ignored", "group_vars/spark.yml"),
+    "group_vars/spark/main.yml": ("group_vars/spark: is ignored", "group_vars/spark.yml"),
+    "host_vars/spark1.yml": ("matches no host in", "did you mean host_vars/spark-1.yml?"),
+    "host_vars/spark-1": ("is ignored", "host_vars/spark-1.yml"),
+    "host_vars/spark-1.json": ("is ignored", "host_vars/spark-1.yml"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", STRAY)
-def test_refuses_settings_file_that_is_never_read(repository, name):
+def test_rejects_settings_files_that_would_be_ignored(repository, name):
     what, fix = STRAY[name]
     repository.write(name, "profile: base\n")
     message = repository.error()
@@ -292,9 +292,9 @@ def test_reads_host_names_instead_of_a_file(repository, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("hosts = [\n", "sparks.py line 1: cannot be run: SyntaxError"),
-        ("\nimport nothere", "line 2: cannot be run: ModuleNotFound"),
-        ("{}['x']", "line 1: cannot be run: KeyError: 'x'"),
+        ("hosts = [\n", "sparks.py line 1: cannot run: SyntaxError"),
+        ("\nimport nothere", "line 2: cannot run: ModuleNotFound"),
+        ("{}['x']", "line 1: cannot run: KeyError: 'x'"),
         ("_hosts = ['spark-1']", "lists no host"),
         ("", "lists no host"),
     ],
@@ -310,7 +310,7 @@ def test_raises_errors_of_this_package_unchanged(repository, monkeypatch):
         repository.read()
 
 
-def test_refuses_host_in_two_groups(repository):
+def test_rejects_host_in_two_groups(repository):
     with pytest.raises(SettingsError, match="is in the groups a and b"):
         groups_from({"a": ["spark-1"], "b": ["spark-1"]}, file=str(repository.inventory))
 
@@ -321,7 +321,10 @@ def test_refuses_host_in_two_groups(repository):
     [
         (("pyinfra", "inventory/sprak.py", "deploy.py", "-y"), "did you mean inventory/spark.py?"),
         (("pyinfra", "spark.py", "deploy.py", "-y"), "did you mean inventory/spark.py?"),
-        (("pyinfra", "no-such-host.invalid", "deploy.py", "-y"), "name an inventory file"),
+        (
+            ("pyinfra", "no-such-host.invalid", "deploy.py", "-y"),
+            "pass the path of an inventory file",
+        ),
         (("spark_deploy", "status", "inventory/sprak.py"), "did you mean inventory/spark.py?"),
     ],
 )
@@ -339,12 +342,12 @@ def test_commands_fail_without_an_inventory(repository, words, fix):
         ("hosts = []", "plain.py: lists no host"),
         ("rack = ([], {'a': 1})", "plain.py: lists no host"),
         ("_hosts = ['a']", "plain.py: lists no host"),
-        ("hosts = [['spark-1']]", "hosts of hosts: ['spark-1'] is not a name"),
+        ("hosts = [['spark-1']]", "hosts of hosts: expected a name, got ['spark-1']"),
         ("ports = [8000]\nhosts = ['spark-1']", None),
         ('hosts = ["@local"]', None),
     ],
 )
-def test_config_py_refuses_plain_inventory_without_hosts(repository, text, message):
+def test_config_py_rejects_plain_inventory_without_hosts(repository, text, message):
     """pyinfra itself would ignore such groups and exit 0."""
     use_our_config(repository)
     repository.write("plain.py", text)
@@ -368,7 +371,7 @@ def test_config_py_accepts_hosts_and_modules(repository, inventory):
     assert done.returncode == 0, done.stderr
 
 
-def test_plans_the_same_request_once(monkeypatch):
+def test_repeated_request_is_planned_once(monkeypatch):
     planned: list[Request] = []
     monkeypatch.setattr(
         host_names, "plan_host", lambda request: planned.append(request) or plan_host(request)

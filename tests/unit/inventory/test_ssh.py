@@ -49,7 +49,7 @@ def test_reports_broken_known_hosts(tmp_path, text):
         query_host_key(endpoint(tmp_path))
 
 
-def test_never_suggests_to_overwrite_a_key_file(tmp_path):
+def test_never_suggests_overwriting_a_key_file(tmp_path):
     wrong = tmp_path / "no_key"
     wrong.write_text("mine\n")
     with pytest.raises(SettingsError, match="set it to a private key") as refused:

@@ -320,7 +320,7 @@ def test_deploy_locks_once_and_prints_names(server, hub, tmp_path):
         done = forked.run(words, cwd=folder, env=os.environ)
         assert done.returncode == 0, done.stderr
         assert ("lab/tiny-int4: main is commit 111111111111, 3.0 MB" in done.stderr) == first
-        assert ("names of lab/tiny-int4 and " in done.stderr) == first
+        assert ("names in lab/tiny-int4 and " in done.stderr) == first
         assert len(set(Server.requests)) == (4 if first else 0)
         listings = {path for path, _, _ in hub.requests if path.startswith("/api/")}
         assert len(listings) == (3 if first else 0)

@@ -78,7 +78,7 @@ def test_stores_verified_names_in_the_lock(hub, settings, lock, tmp_path):
     assert (result.base_tensors, result.mtp_tensors) == (len(base | mtp), len(mtp))
     assert (result.swapped_modules, result.mtp_from_donor) == (len(modules()), 0)
     [line] = output
-    assert f"{BUILD}: 464 names of {BASE} and {result.donor_tensors} names of {DONOR}" in line
+    assert f"{BUILD}: 464 names in {BASE} and {result.donor_tensors} names in {DONOR}" in line
     write_lock(tmp_path / "spark.lock.yml", verified)
     assert read_lock(tmp_path / "spark.lock.yml") == verified
     hub.requests.clear()
@@ -150,7 +150,7 @@ def test_completes_a_lock_without_names(hub, here, capsys):
     assert main(["update", "inventory.py", "--check"]) == 1
     assert f"names of {BUILD} have not been verified" in capsys.readouterr().err
     assert main(["plan", "inventory.py"]) == 0
-    assert f"{BUILD}: 464 names of {BASE} and " in capsys.readouterr().err
+    assert f"{BUILD}: 464 names in {BASE} and " in capsys.readouterr().err
     assert path.read_text() == old
     assert main(["update", "--missing", "inventory.py"]) == 0
     assert path.read_text() == whole
@@ -216,7 +216,7 @@ def test_deploy_continues_without_the_hub(hub, settings, lock, tmp_path):
     assert verified_lock(settings, CATALOG, path, lock, output.append) == lock
     assert not path.exists()
     [line] = output
-    assert line.startswith("tensor names could not be compared with the catalog: ")
+    assert line.startswith("could not compare tensor names with the catalog: ")
     assert "the server returned 404" in line
     hub.fault = None
     assert verified_lock(settings, CATALOG, path, lock, output.append) == read_lock(path)

@@ -165,7 +165,7 @@ def host_survey(host, needs, **changes):
     "host",
     [pytest.param(host, marks=pytest.mark.slow) if "--table-" in host else host for host in HOSTS],
 )
-def test_healthy_host_passes_for_every_shipped_pair(host):
+def test_healthy_host_passes_for_every_shipped_model_and_profile(host):
     assert len(NEEDS) > 20
     verdicts = {
         pair: check_survey(needs, host_survey(host, needs)) for pair, needs in NEEDS.items()

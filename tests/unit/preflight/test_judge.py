@@ -116,7 +116,7 @@ def fits(needs=None, **sections):
     return Case(sections, [], [], needs or {})
 
 
-def refused(*problems, needs=None, **sections):
+def rejected(*problems, needs=None, **sections):
     return Case(sections, [*problems], None, needs or {})
 
 
@@ -132,11 +132,11 @@ UNIT_FILES = [f"f {DROP_IN.replace('/spark-', '/ spark-')}"]
 TAILSCALE = {"tailscale": True}
 CASES = {
     "factory Spark": fits(),
-    "drop-in of a local administrator": refused(f"{DROP_IN}|remove", unit_files=UNIT_FILES),
+    "drop-in of a local administrator": rejected(f"{DROP_IN}|remove", unit_files=UNIT_FILES),
     "drop-in that the owner accepts": fits(
         {"expect": ExpectSettings(unit_overrides=(DROP_IN,))}, unit_files=UNIT_FILES
     ),
-    "read-only disk": refused("/var/lib is read-only|remount", read_only=["/var/lib"]),
+    "read-only disk": rejected("/var/lib is read-only|remount", read_only=["/var/lib"]),
     # Other users must not be able to replace models.
     "owned by a user": writable("ann/ann/755//data", "ann owns it"),
     "owned by an unknown user": writable("1007/1007/755//data", "1007 owns it"),
@@ -146,24 +146,24 @@ CASES = {
     "sticky": fits(parents=[ROOT, "root/root/1777//tmp"]),
     "group root": fits(parents=[ROOT, "root/root/775//srv"]),
     "other group without write access": fits(parents=[ROOT, "root/staff/755//a"]),
-    "architecture": refused("architecture|x86_64|aarch64", uname=["x86_64", "6"], smi=[], pci=[]),
-    "board": refused("PCI|no device 10de:2e12|10de:2e03", pci=["10de:2e03"], smi=[]),
-    "no nvidia-smi": refused("driver|not installed|never installs", smi=[]),
-    "no driver": refused("driver|couldn't communicate|reboot", smi=[NO_DRIVER, "rc=9"]),
-    "mismatch": refused("driver|version mismatch|reboot", smi=[MISMATCH, "rc=18"]),
-    "no devices": refused("driver|power-cycle", smi=["No devices were found", "rc=6"]),
-    "smi crashes": refused("driver|Segmentation|dmesg", smi=["Segmentation fault", "rc=139"]),
-    "old driver": refused("driver|575.99.01|580", smi=["NVIDIA GB10, 575.99.01"], module=[]),
-    "other module": refused("580.142|580.159.03", smi=["NVIDIA GB10, 580.159.03"]),
-    "older library": refused("module 580.173.02|library 580.142|reboot", module=OTHER_MODULE),
-    "two driver branches": refused(
+    "architecture": rejected("architecture|x86_64|aarch64", uname=["x86_64", "6"], smi=[], pci=[]),
+    "board": rejected("PCI|no device 10de:2e12|10de:2e03", pci=["10de:2e03"], smi=[]),
+    "no nvidia-smi": rejected("driver|not installed|never installs", smi=[]),
+    "no driver": rejected("driver|couldn't communicate|reboot", smi=[NO_DRIVER, "rc=9"]),
+    "mismatch": rejected("driver|version mismatch|reboot", smi=[MISMATCH, "rc=18"]),
+    "no devices": rejected("driver|power-cycle", smi=["No devices were found", "rc=6"]),
+    "smi crashes": rejected("driver|Segmentation|dmesg", smi=["Segmentation fault", "rc=139"]),
+    "old driver": rejected("driver|575.99.01|580", smi=["NVIDIA GB10, 575.99.01"], module=[]),
+    "other module": rejected("580.142|580.159.03", smi=["NVIDIA GB10, 580.159.03"]),
+    "older library": rejected("module 580.173.02|library 580.142|reboot", module=OTHER_MODULE),
+    "two driver branches": rejected(
         "driver|580, 590",
         driver_packages=["ii  nvidia-driver-580-open 580.1", "ii  nvidia-driver-590 590.4"],
     ),
-    "system": refused("expected ubuntu 24.04", os_release=["ID=ubuntu", 'VERSION_ID="26.04"']),
-    "sudo": refused("sudo|ann cannot become root|bootstrap", sudo=["no", "ann"]),
+    "system": rejected("expected ubuntu 24.04", os_release=["ID=ubuntu", 'VERSION_ID="26.04"']),
+    "sudo": rejected("sudo|ann cannot become root|bootstrap", sudo=["no", "ann"]),
     **{
-        f"half-installed {name}": refused(
+        f"half-installed {name}": rejected(
             f"half installed: {name}\n|dpkg --configure -a", dpkg_audit=[f" {name}  x", LANGUAGE]
         )
         for name in ("libnvidia-compute-580", "linux-image-6.17", "libc6")
@@ -184,48 +184,48 @@ CASES = {
     "blocks fragmented": warned("memory: fragmented", **fragmented("fragmented")),
     "blocks low": fits(**fragmented("low")),
     "docker down": warned("docker|unit is failed", containers=["unreachable failed"]),
-    "docker silent": refused("docker|does not respond", containers=["unreachable active"]),
-    "docker without sudo": refused(
+    "docker silent": rejected("docker|does not respond", containers=["unreachable active"]),
+    "docker without sudo": rejected(
         "cannot become root", sudo=["no", "ann"], containers=["unreachable active"]
     ),
     "incomplete update": warned("torn score 3 against OTA2.2|DGX Dashboard", torn=INCOMPLETE),
     "pending reboot": warned("reboot|libc6", reboot=["required", "libc6"]),
-    "smaller pool": refused("119.7 GiB in total", needs={"memory_total_min_bytes": 200 << 30}),
+    "smaller pool": rejected("119.7 GiB in total", needs={"memory_total_min_bytes": 200 << 30}),
     "no tailscale, not needed": fits(tailscale=NO_TAILSCALE),
-    "no tailscale": refused("not found|`tailscale up`", needs=TAILSCALE, tailscale=NO_TAILSCALE),
-    "tailscale stopped": refused(
+    "no tailscale": rejected("not found|`tailscale up`", needs=TAILSCALE, tailscale=NO_TAILSCALE),
+    "tailscale stopped": rejected(
         "tailscale|Stopped", needs=TAILSCALE, tailscale=["no Tailscale IPs; state: Stopped"]
     ),
     "tailscale": fits(TAILSCALE, tailscale=["100.101.102.103"]),
-    "an engine serves": refused("memory|24.3 GiB|stop", meminfo=ENGINE_SERVES),
-    "a process uses the memory": refused(
+    "an engine serves": rejected("memory|24.3 GiB|stop", meminfo=ENGINE_SERVES),
+    "a process uses the memory": rejected(
         *("process llama-server|40.0 GiB", "memory|57.2 GiB available"),
         **memory(60000000, processes=["9 41943040 /user.slice/x llama-server"]),
     ),
     # The reported share suffices with the engine's own margin:
     # 0.74 * 1.02 * 125513944 <= 96000000 < 0.75 * 1.02 * 125513944
-    "too little memory": refused(
+    "too little memory": rejected(
         "memory|91.6 GiB available|needs 97.0 GiB|lower engine.memory_fraction to 0.74",
         needs=small(110, 97), **memory(96000000),
     ),
-    "smaller pool than planned": refused(
+    "smaller pool than planned": rejected(
         "memory|113.5 GiB in total|set memory.total_gib to 113.4",
         needs=small(117), **memory(115000000, "MemTotal: 119000000 kB"),
     ),
-    "host smaller than the engine": refused(
+    "host smaller than the engine": rejected(
         "23.5 GiB in total|117.0 GiB|97.0 GiB|smaller model|--data memory.total_gib=23.5",
         needs=small(117, 97), **memory(23000000, "MemTotal: 24641536 kB"),
     ),
     "a process, and enough memory": warned("process gnome-shell", processes=GNOME_SHELL),
     "an allowed process": fits({"allow_memory_holders": ("gnome-shell",)}, processes=GNOME_SHELL),
-    "two places on a filesystem": refused(
+    "two places on a filesystem": rejected(
         "disk /: 100.0 GiB free; the deploy writes 100.0 GiB|keeps 20.0 GiB free|free 20.0 GiB"
         "|`docker image prune -a` frees up to 11.5 GiB", **places(0, 104857600, "/dev/a"),
     ),
     "bytes in place": fits(**places(83886080, 26214400, **IMAGE)),
     "full disk, nothing to write": fits(**places(83886080, 1024, "/dev/a", **IMAGE)),
     **{
-        f"container {state} {restart}": refused(
+        f"container {state} {restart}": rejected(
             f"ollama|{state}|{restart}|takeover", containers=[ollama(state, restart)]
         )
         for state, restart in (
@@ -237,7 +237,7 @@ CASES = {
         f"container stopped {restart}": fits(containers=[ollama("exited", restart)])
         for restart in ("no", "unless-stopped", "on-failure")
     },
-    "container named after the machine": refused(
+    "container named after the machine": rejected(
         "container spark-vllm", containers=[ollama(name="spark-vllm")]
     ),
     "our container": fits(containers=[ollama(name="spark-main-0123456789ab")]),
@@ -245,7 +245,7 @@ CASES = {
     "unit named after the machine": warned("process python3", **unit("spark-vllm.service")),
     "our unit": fits(**unit(SERVE_UNIT)),
     "allowed container": fits({"allow_containers": ("images",)}, **IN_CONTAINER),
-    "container on the GPU": refused("container images", **IN_CONTAINER),
+    "container on the GPU": rejected("container images", **IN_CONTAINER),
     "container without the GPU": fits(
         containers=[ON_GPU.replace("images", "qdrant").replace('"all",', "")]
     ),
@@ -258,15 +258,15 @@ CASES = {
     "allowed process on the GPU": fits(
         {"allow_memory_holders": ("python3",)}, **SERVING, **UNMANAGED_PROCESS
     ),
-    "process on the GPU and in memory": refused(
+    "process on the GPU and in memory": rejected(
         *("process y|pid 9 uses 2.0 GiB and the GPU", "memory|57.2 GiB available"),
         **memory(60000000, compute_apps=["9, /x/python3"], processes=["9 2097152 /user.slice/x y"]),
     ),
     "our gateway": fits({"ports": (8000,)}, **LISTENERS),
-    "port taken": refused("8001|docker-proxy (pid 99)", needs={"ports": (8001,)}, **LISTENERS),
-    "port of the kernel": refused("8002|a process", needs={"ports": (8002,)}, **LISTENERS),
+    "port taken": rejected("8001|docker-proxy (pid 99)", needs={"ports": (8001,)}, **LISTENERS),
+    "port of the kernel": rejected("8002|a process", needs={"ports": (8002,)}, **LISTENERS),
     "port free": fits({"ports": (9000,)}, **LISTENERS),
-    "services swap ports": refused(
+    "services swap ports": rejected(
         "port 8001|the gateway of embed is still listening",
         needs=gateways(main=8000, embed=8002, rank=8001), **EMBED_LISTENS,
     ),
@@ -276,19 +276,21 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_host_conditions_give_expected_problems_and_warnings(name):
+def test_host_conditions_cause_expected_problems_and_warnings(name):
     CASES[name].check()
 
 
 @pytest.mark.parametrize(("rule", "refused", "warned"), RULES)
-def test_plain_ubuntu_follows_expect_dgx_os(rule, refused, warned):
+def test_expect_dgx_os_determines_whether_plain_ubuntu_is_accepted(rule, refused, warned):
     needs = {"expect": ExpectSettings(dgx_os=rule)}
     Case({"dgx_release": []}, ["DGX OS"] * refused, ["DGX OS"] * warned, needs).check()
 
 
 @pytest.mark.parametrize(("rule", "refused", "warned"), RULES)
 @pytest.mark.parametrize("score", ["1", "2.6", "6", "0", "0.0", '"?"'])
-def test_an_incomplete_vendor_update_follows_the_expectation(rule, refused, warned, score):
+def test_expect_dgx_os_determines_reaction_to_incomplete_vendor_update(
+    rule, refused, warned, score
+):
     sections = {"torn": [f'{{"name": "OTA2.2", "torn": {score}}}']}
     words, needs = f"torn score {score} against OTA2.2", {"expect": ExpectSettings(dgx_os=rule)}
     torn = score[0] in "126"
@@ -303,7 +305,7 @@ def test_an_incomplete_vendor_update_follows_the_expectation(rule, refused, warn
         (-20, []),
     ],
 )
-def test_wrong_clock_gives_a_warning(ahead_s, expected):
+def test_wrong_clock_causes_a_warning(ahead_s, expected):
     Case({"clock": [str(int(time.time()) + ahead_s)]}, [], expected).check()
 
 
@@ -348,7 +350,7 @@ def test_memory_kept_for_a_kexec_handover_is_not_available():
     assert with_handover == without - 9000000 * 1024
 
 
-def test_no_fix_removes_containers_or_volumes():
+def test_no_suggested_fix_removes_containers_or_volumes():
     kinds = ("Images", "Containers", "Local Volumes", "Build Cache")
     rows = [json.dumps({"Type": kind, "Reclaimable": "9.7GB (40%)"}) for kind in kinds]
     [problem] = problems(survey(**places(0, 1024, "/dev/a", docker_df=rows)))
@@ -371,7 +373,7 @@ def test_hard_linkable_files_need_no_disk_space_but_others_do(device, expected):
 @pytest.mark.parametrize(
     ("planned_gib", "fits"), [("90", True), ("82", True), ("80", False), ("", None)]
 )
-def test_memory_counts_what_stopping_our_engine_frees(planned_gib, fits):
+def test_memory_freed_by_stopping_our_engine_counts_as_available(planned_gib, fits):
     planned = str(int(planned_gib) << 30) if planned_gib else ""
     apps = {"compute_apps": ["78, python3"], "compute_cgroups": ["78 /user.slice/x"]}
     sections = {**SERVING, **apps, "engine-memory": [f"{SERVE_UNIT} {planned}"]}

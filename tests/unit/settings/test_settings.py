@@ -201,7 +201,7 @@ def test_reports_group_mistake_once(root):
     assert refused(root, [f"spark-{n}" for n in range(9)]).count("unknown key") == 1
 
 
-def test_refuses_host_in_two_groups(root):
+def test_rejects_host_in_two_groups(root):
     with pytest.raises(SettingsError, match="two groups"):
         load_hosts({"a": ["x"], "b": ["x"]}, root=root)
 
