@@ -280,7 +280,7 @@ def _job_state(digest12: str, unit: systemd.UnitState, paths: Paths) -> JobState
     last = read_document(JobRun, folder / STATUS)
     state: State
     try:
-        state, result = _read_state(job, unit, last, paths)
+        state, result = _find_state(job, unit, last, paths)
     except docker.DockerTimeoutError as error:
         state, result = "unknown", str(error)
     tail = list(last.last_lines if last else ()) or _read_lines(folder / "tail")
@@ -316,7 +316,7 @@ def _donor_sha256(job: Job) -> str | None:
     return receipt.donor_sha256 if isinstance(receipt, receipts.CheckpointReceipt) else None
 
 
-def _read_state(
+def _find_state(
     job: Job, unit: systemd.UnitState, last: JobRun | None, paths: Paths
 ) -> tuple[State, str]:
     active = unit.get("ActiveState", "inactive")

@@ -95,7 +95,7 @@ def test_lan_uses_tls_and_loopback_does_not(client):
     assert curl(*resolve, f"https://{server}/v1/models") == "401"
     plain = curl(f"http://{lan_address()}:{client.settings.port}/v1/models")
     assert plain.endswith("400")
-    assert "speaks https" in plain
+    assert "requires https" in plain
 
 
 @pytest.mark.slow

@@ -219,5 +219,5 @@ def test_logs_a_rejected_key_without_the_key(nginx_host):
             log.settimeout(0.5)
             with pytest.raises(TimeoutError):
                 log.recv(4096)
-    assert line.endswith(f"{STRANGER} was refused for its key: GET /v1/models")
+    assert line.endswith(f"{STRANGER} sent an invalid key: GET /v1/models")
     assert "sk-" not in line

@@ -241,7 +241,7 @@ def check_log_lines(probe: Probe) -> str:
         if line is None:
             raise CheckError(f"the log ({len(lines)} lines) has no line matching {pattern!r}")
         probe.load_lines.append(line)
-    return f"{len(probe.plan.log_required)} expected log lines found, none forbidden"
+    return f"{len(probe.plan.log_required)} required log lines are present, no forbidden line is"
 
 
 def check_health(probe: Probe) -> str:

@@ -215,7 +215,7 @@ def changed_shared_files(
         if now is None or now == was:
             continue
         has_original = before is not None or was is not None
-        stays = "" if has_original else "the earlier content is unknown; remove our part by hand"
+        stays = "" if has_original else "the earlier content is unknown; remove our part manually"
         if path == footprint.daemon_json:
             if _without_our_keys(now, was, footprint) == _parse(now):
                 continue

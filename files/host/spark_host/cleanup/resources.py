@@ -60,7 +60,7 @@ def result_folder(job: Job, paths: Paths) -> Path | None:
 
 
 def managed_folders(
-    parents: Iterable[tuple[str, Path]], known: dict[str, Job], paths: Paths
+    parents: Iterable[tuple[str, Path]], jobs_by_digest: dict[str, Job], paths: Paths
 ) -> tuple[list[Folder], list[Path]]:
     """Return the folders in ``parents`` (kind, path) that we created, and all other entries.
 
@@ -68,7 +68,7 @@ def managed_folders(
     name. Symlinks are never managed, because they may lead anywhere.
     """
     managed, others = [], []
-    results = {result_folder(job, paths) for job in known.values()}
+    results = {result_folder(job, paths) for job in jobs_by_digest.values()}
     existing = [(kind, parent) for kind, parent in parents if parent.is_dir()]
     for kind, path in (
         (kind, path) for kind, parent in existing for path in sorted(parent.iterdir())
@@ -136,16 +136,16 @@ def _files_below(directory: Path) -> Iterator[os.stat_result]:
                     yield entry.stat(follow_symlinks=False)
 
 
-def managed_images(known: dict[str, Job], paths: Paths) -> list[Image]:
+def managed_images(jobs_by_digest: dict[str, Job], paths: Paths) -> list[Image]:
     """Return the images that we created, with the fewest layers first.
 
     They have our label, or one of our jobs pulled them and they have no tag.
     """
     pulled = {
         image
-        for digest12, job in known.items()
+        for digest12, job in jobs_by_digest.items()
         if job.kind == IMAGE_PULL_JOB and _has_run(digest12, paths) and (image := job_image(job))
-    } | {job.base for job in known.values() if job.base}
+    } | {job.base for job in jobs_by_digest.values() if job.base}
     managed: dict[str, Image] = {}
     for entry in docker.query("/images/json") or []:
         tags = [tag for tag in entry.get("RepoTags") or () if tag != "<none>:<none>"]

@@ -106,7 +106,7 @@ def refresh_cdi(report: Report, paths: Paths) -> None:
         report(f"regenerating {spec}: it is for driver {version}, but {driver} is loaded")
         if read_output("nvidia-ctk", "cdi", "generate", f"--output={spec}") is None:
             # Containers may get the GPU without CDI.
-            report(f"nvidia-ctk cdi generate --output={spec} failed; run it by hand to see why")
+            report(f"nvidia-ctk cdi generate --output={spec} failed; run it to see why")
 
 
 def open_process(container: str) -> int | None:

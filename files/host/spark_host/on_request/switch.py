@@ -73,7 +73,7 @@ class Switch:
                         if not on_request.stop(other, host, self.limits.drain_s, is_wanted):
                             return False
                         stopped.append(other)
-                    log(f"starting {release.name} on request")
+                    log(f"starting {release.name} for a request")
                     boot.allow_start(service, host)
                     _start(release, host)
                 except FAILURES as error:

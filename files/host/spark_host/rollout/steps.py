@@ -80,7 +80,7 @@ class TrialError(Exception):
     """The candidate failed to start, or failed the check."""
 
 
-# Any step may raise these.
+# Errors that any step may raise.
 FAILURES = (TrialError, HostToolError, OSError, subprocess.SubprocessError)
 
 

@@ -21,7 +21,7 @@ _ESTABLISHED = "01"
 _LOCAL = re.compile(r"\|-- ([0-9.]+)\n\s+/32 host LOCAL")
 _IPTABLES_TIMEOUT_S = 10.0
 _CONNECT_TIMEOUT_S = 3.0
-_WAIT = ("-w", "5")  # for other programs that change rules
+_WAIT = ("-w", "5")  # seconds to wait for other programs that change rules
 
 
 def rank(release: Release, paths: Paths) -> int:

@@ -1,8 +1,8 @@
 // Reads top-level values of a request body. spark-host writes this above names.js and keys.js.
 //
-// njs frees memory of a request only after the answer. So a body on disk is read through a single
-// buffer, and loops allocate nothing per byte: `let` and `const` would create a variable for every
-// turn (33 bytes per byte of the body), `var` does not.
+// njs frees the memory of a request only after the response, so a body on disk is read through a
+// single buffer, and loops allocate nothing per byte: unlike `var`, `let` and `const` would create
+// a variable per iteration (33 bytes per byte of the body).
 import fs from 'fs';
 
 const CHUNK_BYTES = 65536;

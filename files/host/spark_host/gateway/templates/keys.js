@@ -15,7 +15,7 @@ function exceedsBodyLimit(r) {
 
 function isPositive(value) { return Number.isInteger(value) && value > 0; }
 
-// The engine also reads UTF-16 and UTF-32, in which this scan can see other values.
+// The engine also reads UTF-16 and UTF-32, in which this scan can find different values.
 function fits(state, fields, limit) {
     const values = state.values, choices = values.n === undefined ? 1 : values.n;
     const sent = fields.map((field) => values[field]).filter((value) => value !== undefined);
@@ -24,7 +24,7 @@ function fits(state, fields, limit) {
         && (values.prompt === undefined || typeof values.prompt === 'string');
 }
 
-// A request whose answer could be longer than the key allows is rejected.
+// Reject a request whose response could be longer than the key allows.
 async function limitOutput(r) {
     const path = r.uri.replace(/^\/limit-output(-large)?/, ''), fields = OUTPUT_FIELDS[path];
     const name = r.variables.spark_key_name, limit = OUTPUT_LIMITS[name], args = r.variables.args;

@@ -2,8 +2,8 @@
 // Run by nginx (njs); spark-host writes SERVICES, ROUTES and body.js above this line.
 const BY_NAME = /^\/by-name(-large)?/;
 
-// Return all services. An open service has the names of the release that answers, which may be an
-// older release; a closed service has the names of its settings.
+// Return all services. An open service has the names of its running release, which may be an
+// older release; a closed service has the names in its settings.
 function readServices() {
     return SERVICES.map((entry) => {
         try {
@@ -29,9 +29,9 @@ function redirect(r, service, path) {
 
 function unknownModel(r, model) {
     r.headersOut['Content-Type'] = 'application/json';
-    const shown = model.length > 100 ? `${model.slice(0, 100)}...` : model;
+    const label = model.length > 100 ? `${model.slice(0, 100)}...` : model;
     r.return(404, JSON.stringify({type: 'error', error: {
-        message: `the model \`${shown}\` does not exist here; /v1/models lists those that do`,
+        message: `no such model \`${label}\`; GET /v1/models lists the available models`,
         type: 'not_found_error', param: 'model', code: 'model_not_found'}}));
 }
 
@@ -66,7 +66,7 @@ function modelsIn(answer) {
     }
 }
 
-// GET /v1/models: the models of every service that is open or starts on request, with a state.
+// GET /v1/models: the models of every service that is open or starts on demand, with a state.
 async function listModels(r) {
     const listed = readServices().filter((entry) => entry.open || entry.onRequest);
     const answers = listed.map((entry) => r.subrequest(`/engine/${entry.service}/v1/models`));
