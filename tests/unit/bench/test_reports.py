@@ -72,7 +72,7 @@ def test_published_figures_are_shown_with_their_source():
         ("unknown", "v2", []),
     ],
 )
-def test_published_figures_match_the_measured_pair(model, profile, figures):
+def test_published_figures_are_for_the_measured_model_and_profile(model, profile, figures):
     served = replace(result().served, model=model, profile=profile)
     published = bench.published_figures(read_catalog(), served)
     assert [figure.tokens_per_s for figure in published] == figures
@@ -97,7 +97,7 @@ def test_published_figures_match_the_measured_pair(model, profile, figures):
         ),
     ],
 )
-def test_title_names_shared_and_different_parts_of_results(other, title):
+def test_title_shows_what_results_share_and_where_they_differ(other, title):
     assert report.make_title([result(), *other]) == title
 
 
@@ -147,7 +147,7 @@ def test_virtual_lab_results_are_marked(without_plots):
     assert f"**{report.column_names(both)[1]}: {reason}**" in report.render_markdown(both)
 
 
-def test_compare_reads_files_and_refuses_others(tmp_path, without_plots, capsys):
+def test_compare_reads_result_files_and_rejects_other_files(tmp_path, without_plots, capsys):
     files = [tmp_path / "a.json", tmp_path / "b.json"]
     for file, content in zip(files, (result(), result("v2-tq", 40.0)), strict=True):
         file.write_text(to_json(content))
@@ -208,7 +208,7 @@ def test_add_reads_the_recipe_of_a_submission(profile):
     assert (draft.repository, draft.revision) == (ORIGIN.repository, ORIGIN.commit)
 
 
-def test_nvidias_file_contains_measured_values_only(tmp_path):
+def test_performance_file_contains_only_measured_values(tmp_path):
     served = replace(result().served, versions={"driver": "580.1", "cuda": "13.0"})
     files = submit(tmp_path, loads=(LOAD,), vllm="0.32.0", served=served)
     assert set(files) == {"recipe.yaml", "performance.yaml"}

@@ -74,13 +74,13 @@ def test_tokens_are_counted_by_the_usage_block(model):
     assert (body["temperature"], body["max_tokens"], body["stream"]) == (0, 99, True)
 
 
-def test_refuses_an_answer_without_usage_block(model):
+def test_rejects_an_answer_without_usage_block(model):
     model.has_usage = False
     with pytest.raises(SparkError, match="no usage block"):
         measure_answer(endpoint(model), "?", 9)
 
 
-def test_a_refused_request_does_not_print_the_key(model):
+def test_error_of_a_rejected_request_does_not_contain_the_key(model):
     wrong = endpoint(model, "sk-wrong-key")
     with pytest.raises(SparkError, match="returned HTTP 401") as error:
         measure_answer(wrong, "?", 9)

@@ -34,7 +34,7 @@ def test_cases_cover_every_kind_of_argument_and_call():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_expected_calls_are_right_in_any_order(name):
+def test_expected_calls_are_correct_in_any_order(name):
     case = CASES[name]
     assert find_problem(case, message(*reversed(case.calls))) is None
 
@@ -64,11 +64,11 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("name", "answer"), WRONG)
-def test_wrong_names_types_and_values_are_found(name, answer):
+def test_calls_with_wrong_names_types_or_values_are_incorrect(name, answer):
     assert find_problem(CASES[name], answer)
 
 
-def test_a_number_may_be_written_either_way():
+def test_integer_and_float_spelling_of_a_number_are_equal():
     assert (
         find_problem(CASES["one of several tools"], changed("one of several tools", celsius=18.0))
         is None
@@ -128,7 +128,7 @@ def test_streamed_and_whole_answers_are_read(server):
     assert [(case.name, case.problem) for case in results] == [(name, None) for name in CASES]
 
 
-def test_a_rejected_request_counts_and_another_error_ends_the_run(server):
+def test_rejected_request_counts_as_a_failed_case_and_other_errors_end_the_run(server):
     handler, endpoint = server
     handler.status = 400
     assert all("HTTP 400" in (case.problem or "") for case in measure_tools(endpoint, print))
@@ -151,7 +151,7 @@ def test_parts_of_parallel_calls_are_merged_by_index():
     ]  # fmt: skip
 
 
-def test_report_names_only_failed_cases():
+def test_report_lists_only_failed_tool_cases():
     first = result(tools=(ToolCase("integer", None), ToolCase("enum", "days: '3'")))
     table = report.tools_table([first, result("v3")])
     assert table[1:] == [

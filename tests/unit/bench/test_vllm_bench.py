@@ -100,7 +100,7 @@ def test_measures_the_gateway_without_the_key_in_arguments(image, monkeypatch):
     assert "tok/s" in image.notes[-1]
 
 
-def test_an_image_without_vllm_is_skipped(image):
+def test_vllm_bench_is_skipped_if_the_image_has_no_vllm(image):
     assert image.measure() == (None, ())
     image.put("bin/docker", "#!/bin/sh\nexit 127\n")
     assert image.measure() == (None, ())
@@ -118,5 +118,5 @@ def test_failed_requests_invalidate_the_result(image):
 
 
 @pytest.mark.parametrize(("context", "prompt"), [(131_072, 8192), (4096, 4096 - 256 - 64)])
-def test_prompts_leave_room_for_the_answer(context, prompt):
+def test_vllm_bench_prompts_leave_room_for_the_answer(context, prompt):
     assert LoadCase().limited_to(context).prompt_tokens == prompt

@@ -57,7 +57,7 @@ def test_json_has_an_object_for_each_host(requests, capsys):
     assert len(requests) == 2
 
 
-def test_a_model_without_chats_is_refused(requests, monkeypatch):
+def test_ask_rejects_a_model_that_is_not_for_chat(requests, monkeypatch):
     hosts = [SimpleNamespace(name="embeds")]
     monkeypatch.setattr(ask, "select_hosts", lambda *_, **__: hosts)
     assert main(["ask", "?"]) == 1

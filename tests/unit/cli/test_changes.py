@@ -89,21 +89,21 @@ def test_uninstall_access_revokes_the_login_after_a_successful_uninstall(monkeyp
 
 @pytest.mark.parametrize(("code", "is_probed"), [(3, True), (0, False), (130, False)])
 @pytest.mark.parametrize("command", COMMANDS)
-def test_only_a_failed_deploy_probes_hosts(monkeypatch, capsys, command, code, is_probed):
+def test_hosts_are_probed_only_after_a_failed_deploy(monkeypatch, capsys, command, code, is_probed):
     result, _, err = run(monkeypatch, capsys, command, "-y", code=code)
     assert result == code
     assert ("spark-1: cannot be reached\n  fix: check that the host is on\n" in err) == is_probed
 
 
 @pytest.mark.parametrize("words", [*([command] for command in COMMANDS), ["uninstall", "--json"]])
-def test_nothing_runs_without_confirmation(monkeypatch, capsys, words):
+def test_no_deploy_runs_without_confirmation(monkeypatch, capsys, words):
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     code, ran, err = run(monkeypatch, capsys, *words)
     assert (code, ran) == (1, [])
     assert "confirmation: requires a terminal" in err
 
 
-def test_a_refused_confirmation_changes_nothing(monkeypatch, capsys):
+def test_declined_confirmation_changes_nothing(monkeypatch, capsys):
     def refuse(*_words, **_options):
         raise click.Abort
 
@@ -127,7 +127,7 @@ DONE = Rollback(CURRENT, CURRENT, done="it has replaced b")
         ([None], "spark-1: is offline\n", 1),
     ],
 )
-def test_a_rollback_shows_both_releases_before_it_asks(
+def test_rollback_prints_both_releases_before_the_confirmation(
     monkeypatch, capsys, questions, states, text, code
 ):
     hosts = [SimpleNamespace(name=f"spark-{number + 1}") for number in range(len(states))]
@@ -141,7 +141,7 @@ def test_a_rollback_shows_both_releases_before_it_asks(
     assert (result, len(ran), len(questions)) == expected
 
 
-def test_the_command_contains_pyinfras_path_if_it_is_not_in_path(monkeypatch, capsys):
+def test_printed_command_contains_path_of_pyinfra_if_it_is_not_in_path(monkeypatch, capsys):
     monkeypatch.setenv("PATH", "/nowhere")
     _, _, err = run(monkeypatch, capsys, "prune", "--dry")
     assert Path(shlex.split(err)[0]).is_file()
@@ -161,7 +161,7 @@ def run_tool(command, options, **values):
 
 
 @pytest.mark.parametrize("command", ["stop", "start"])
-def test_a_single_member_of_a_cluster_is_refused(command, monkeypatch):
+def test_stopping_or_starting_one_member_of_a_cluster_is_rejected(command, monkeypatch):
     member = host_of("spark-2", "spark-1", "spark-2")
     monkeypatch.setattr(stop_start, "select_hosts", lambda _, must_serve: [member])
     with pytest.raises(
@@ -204,7 +204,9 @@ def test_stop_and_start_run_one_command_per_host(
 
 
 @pytest.mark.parametrize("command", ["stop", "start"])
-def test_only_several_hosts_need_a_confirmation(command, monkeypatch, questions):
+def test_stop_and_start_ask_for_confirmation_only_for_several_hosts(
+    command, monkeypatch, questions
+):
     hosts = [host_of("spark-1"), host_of("spark-2")]
     monkeypatch.setattr(stop_start, "query", lambda hosts, *_, **__: [Answer(hosts[0], (True, ""))])
     for chosen, count in ((hosts[:1], 0), (hosts, 1)):
@@ -272,6 +274,6 @@ def test_gevent_is_patched_before_ssl_is_imported(command, tmp_path):
 
 
 @pytest.mark.parametrize("period", ["", "1", "h", "0h", "-1h", "1w", "1.5h", "1h30m", "²h"])
-def test_an_invalid_period_is_refused(period):
+def test_stop_rejects_an_invalid_period(period):
     with pytest.raises(SparkError, match="invalid period"):
         run_tool("stop", Options(), period=period)

@@ -182,7 +182,7 @@ def test_closed_or_full_output_never_causes_a_traceback(line, code, text):
 
 
 @pytest.mark.slow
-def test_a_command_does_not_need_an_environment(tmp_path):
+def test_command_runs_with_a_minimal_environment(tmp_path):
     code = "import sys; from spark_deploy.cli import main; sys.exit(main())"
     environment = {"PYTHONPATH": str(CHECKOUT), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
     command = [sys.executable, "-c", code, "connect", "--inventory", str(CHECKOUT)]
@@ -202,7 +202,7 @@ def test_an_unreachable_host_is_reported(tmp_path):
 
 
 @pytest.mark.slow
-def test_output_works_on_an_ascii_terminal(tmp_path):
+def test_output_on_an_ascii_terminal_causes_no_error(tmp_path):
     folder = tmp_path / "own"
     ascii_only = {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "LC_ALL": "C"}
     words = ("init", str(folder), "--host", "a", "--profile", "v2")
@@ -226,7 +226,9 @@ def test_output_works_on_an_ascii_terminal(tmp_path):
         (["stauts"], 2, "Did you mean status?"),
     ],
 )
-def test_accepts_usual_words_for_help_and_suggests_commands(words, code, text, capsys):
+def test_help_and_version_words_are_accepted_and_similar_commands_suggested(
+    words, code, text, capsys
+):
     assert main(words) == code
     output = capsys.readouterr()
     assert text in output.out + output.err

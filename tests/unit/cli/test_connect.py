@@ -113,7 +113,7 @@ def test_tunnels_stay_open_until_interrupted(site):
 
 
 @pytest.mark.slow
-def test_a_failed_tunnel_ends_the_command_and_is_named(site):
+def test_failed_tunnel_ends_the_command_with_the_name_of_its_host(site):
     ssh = site / "ssh"
     ssh.write_text('#!/bin/sh\ncase "$*" in *spark-2) exit 255;; esac\nexec sleep 60\n')
     ssh.chmod(0o755)
@@ -140,7 +140,7 @@ def wait_for(is_done):
     raise AssertionError("not in time")
 
 
-def test_connect_works_with_settings_that_cannot_be_served(site):
+def test_connect_prints_urls_even_if_the_settings_cannot_be_served(site):
     (site / "group_vars/spark.yml").write_text("model: qwen3.5-397b\n")
     assert main(["plan", "--estimate"]) == 1
     assert main(["connect", "spark-1", "--for", "env"]) == 0
@@ -155,7 +155,7 @@ def test_connect_works_with_settings_that_cannot_be_served(site):
         (("spark-1", "--tunnel", "--json"), "--tunnel and --json"),
     ],
 )
-def test_impossible_options_are_refused(site, words, text, capsys):
+def test_incompatible_options_are_rejected(site, words, text, capsys):
     assert main(["connect", *words]) == 1
     assert text in capsys.readouterr().err
 

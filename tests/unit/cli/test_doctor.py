@@ -55,7 +55,7 @@ def test_failed_driver_allocations_are_shown(lines, is_shown):
     assert "blocks" in rows
 
 
-def test_other_engines_are_listed_with_the_commands_that_replace_them():
+def test_doctor_lists_other_engines_with_commands_to_replace_them():
     verdict = make_verdict(survey(containers=[RUNNING, SECOND]))
     text = text_of(verdict)
     assert "  others    ollama (ollama/ollama, running), vllm (vllm/vllm, running)\n" in text
@@ -69,7 +69,7 @@ def test_other_engines_are_listed_with_the_commands_that_replace_them():
 
 
 @pytest.mark.parametrize("setting", ["takeover", "allow_containers"])
-def test_containers_in_the_settings_get_no_command_to_replace_them(setting):
+def test_containers_listed_in_settings_get_no_replacement_command(setting):
     assert make_verdict(survey(containers=[RUNNING]), **{setting: ("ollama",)})["move"] == []
     assert make_verdict(survey(containers=[]))["move"] == []
 
@@ -99,7 +99,7 @@ def test_the_survey_reads_each_stop_as_one_line(tmp_path):
     assert lines() == ["== stopped", "main", '{ "at": "NOON"}', ""]
 
 
-def test_files_on_the_host_reduce_the_download():
+def test_doctor_counts_files_on_the_host_as_reusable():
     downloads = (("/srv/spark/sources/x", SHARDS),)
     stored = StoredFiles(files=FILES, folders={"a" * 64: "/data/hub"})
     host_survey = dataclasses.replace(survey(containers=[]), stored=stored)

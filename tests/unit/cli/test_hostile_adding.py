@@ -76,7 +76,7 @@ def draft_with(hub, end, answer):
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_any_answer_of_a_hub_gives_a_draft_or_one_problem(hub, data):
+def test_any_hub_response_gives_a_draft_or_one_problem(hub, data):
     end, text = data.draw(st.sampled_from(sorted(answers_of(hub).items())))
     assert draft_with(hub, end, data.draw(hostile(text))).get("kind", "plain") == "plain"
 
@@ -141,13 +141,13 @@ def quick_or_slow(name):
 
 
 @pytest.mark.parametrize("case", [quick_or_slow(name) for name in REFUSED])
-def test_impossible_answers_are_refused(hub, case):
+def test_invalid_hub_responses_are_rejected(hub, case):
     end, answer = REFUSED[case]
     assert draft_with(hub, end, answer(hub)) == {}
 
 
 @pytest.mark.parametrize("case", [quick_or_slow(name) for name in ACCEPTED])
-def test_odd_answers_give_a_valid_file(hub, case):
+def test_unusual_hub_responses_give_a_valid_file(hub, case):
     end, answer = ACCEPTED[case]
     assert draft_with(hub, end, answer(hub))["repository"] == REPO
 
@@ -180,7 +180,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("case", [quick_or_slow(name) for name in FILES])
-def test_a_hostile_file_is_refused_without_writing(hub, tmp_path, case, capsys):
+def test_hostile_file_is_rejected_without_writing(hub, tmp_path, case, capsys):
     text, output = FILES[case]
     site = make_site(tmp_path / "site", hub)
     (tmp_path / "r.yaml").write_text(text)
@@ -209,7 +209,7 @@ class Ended(BaseException):
 
 
 @pytest.mark.parametrize("at", [1, 2, 3])
-def test_files_are_written_all_or_none(tmp_path, at, monkeypatch):
+def test_catalog_files_are_written_all_or_none(tmp_path, at, monkeypatch):
     model = {"kind": "plain", "summary": "s", "choose_when": "c", "repository": "org/x"}
     texts = {
         ("models", "mine"): yaml.safe_dump(model),

@@ -88,7 +88,7 @@ def test_existing_files_are_kept_and_schemas_renewed(capsys):
     assert hosts(folder) == {"b": None}
 
 
-def test_different_values_for_an_existing_host_are_refused(capsys):
+def test_init_rejects_different_values_for_an_existing_host(capsys):
     folder = init_folder("--host", "a=10.0.0.7")
     before = (folder / "hosts.yml").read_text()
     assert main(["init", "own", "--host", "a=10.0.0.8", "--user", "me"]) == 1
@@ -100,7 +100,7 @@ def test_different_values_for_an_existing_host_are_refused(capsys):
     init_folder("--host", "a=10.0.0.7")
 
 
-def test_a_published_model_gets_the_plain_profile():
+def test_init_selects_the_plain_profile_for_a_published_model():
     text = (init_folder("--host", "a", "--model", "qwen3-4b") / "group_vars/all.yml").read_text()
     assert yaml.safe_load(text)["profile"] == "plain"
     assert "v2" not in text
@@ -145,7 +145,7 @@ def test_pyinfra_reads_the_same_hosts():
         ),
     ],
 )
-def test_a_mistake_in_the_hosts_file_gets_a_message(text, output, monkeypatch, capsys):
+def test_mistake_in_the_hosts_file_prints_a_message(text, output, monkeypatch, capsys):
     folder = init_folder("--host", "a")
     (folder / "hosts.yml").write_text(text)
     monkeypatch.chdir(folder)
@@ -201,7 +201,7 @@ def test_up_reports_an_unreachable_host_without_a_password_prompt(hangs_up):
         ((), "--host spark-1=192.168.1.21"),
     ],
 )
-def test_failed_init_leaves_nothing_behind(words, text, capsys):
+def test_failed_init_leaves_no_files(words, text, capsys):
     assert main(["init", "own", *words]) == 1
     captured = capsys.readouterr().err
     assert text in captured
@@ -211,7 +211,7 @@ def test_failed_init_leaves_nothing_behind(words, text, capsys):
     assert hosts(init_folder("--host", "a")) == {"a": None}
 
 
-def test_commands_find_the_folder_from_below_and_by_name(tmp_path, monkeypatch):
+def test_commands_find_the_folder_from_a_subfolder_and_by_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["init", ".", "--host", "spark-1=192.0.2.1", "--user", "me"]) == 0
     below = tmp_path / "notes/deep"

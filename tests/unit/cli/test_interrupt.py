@@ -66,13 +66,13 @@ def test_an_interrupted_deploy_restores_the_cursor(site):
 
 
 @pytest.mark.slow
-def test_an_interrupted_question_changes_nothing(site):
+def test_interrupted_confirmation_changes_nothing(site):
     code, text = interrupted(site, "rotate-key", once="[y/N]")
     assert (code, "no changes made" in text) == (130, True)
     assert "continues" not in text
 
 
 @pytest.mark.slow
-def test_an_interrupted_tunnel_is_a_success(site):
+def test_interrupting_a_tunnel_exits_with_zero(site):
     code, text = interrupted(site, "connect", "--tunnel", once="open until Ctrl-C")
     assert (code, "interrupted" in text) == (0, False)

@@ -59,7 +59,7 @@ def test_prints_the_key_once_and_writes_and_deploys_its_digest(site, capsys):
         assert path.is_dir() or token.encode() not in path.read_bytes()
 
 
-def test_revoking_a_key_keeps_the_others_and_their_keys(site, capsys):
+def test_revoking_a_key_keeps_all_other_keys(site, capsys):
     add(capsys, "anna")
     add(capsys, "bob", "a")
     bob = keys_in(site, "host_vars/a.yml")
@@ -79,7 +79,7 @@ def test_revoking_a_key_keeps_the_others_and_their_keys(site, capsys):
         (("revoke", "anna", "a"), "applies to all hosts"),
     ],
 )  # fmt: skip
-def test_wrong_names_change_nothing(site, capsys, words, reason):
+def test_invalid_key_names_change_nothing(site, capsys, words, reason):
     add(capsys, "anna")
     before = keys_in(site)
     assert main(["key", *words, "-y"]) == 1

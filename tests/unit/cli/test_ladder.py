@@ -57,7 +57,7 @@ def test_each_stage_is_served_and_measured_and_the_settings_come_last(ladder):
     assert ladder.steps == [*expected, ("serve", None, "spark-1")]
 
 
-def test_a_failed_stage_ends_the_ladder_and_the_settings_are_served_again(ladder):
+def test_failed_stage_ends_the_ladder_and_restores_the_settings(ladder):
     ladder.failing.add("all")
     assert ladder.run() == (3, ["plain", "drafts"])
     assert ladder.steps[-2:] == [("serve", "all", "spark-1"), ("serve", None, "spark-1")]
@@ -73,6 +73,6 @@ def test_nothing_changes_if_a_stage_does_not_fit_or_without_confirmation(ladder,
     assert ladder.steps == []
 
 
-def test_a_model_without_stages_is_refused():
+def test_ladder_rejects_a_model_without_stages():
     with pytest.raises(SparkError, match="third has no profile with a stage"):
         bench.list_stages(host_of("third"))

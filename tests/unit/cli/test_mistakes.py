@@ -146,7 +146,7 @@ TYPED = [
 
 
 @pytest.mark.parametrize("mistake", TYPED, ids=lambda mistake: mistake.name)
-def test_each_mistake_suggests_a_fix_that_works(site, mistake):
+def test_suggested_fix_of_each_mistake_repairs_it(site, mistake):
     write(site, mistake.files)
     folder = site / mistake.folder
     code, text = run(folder, mistake.words)

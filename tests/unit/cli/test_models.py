@@ -32,21 +32,20 @@ def test_lists_catalog_models_except_lab_models(tmp_path, monkeypatch, capsys):
     )  # fmt: skip
 
 
-def test_advice_for_too_few_hosts_fits(tmp_path, monkeypatch, capsys):
+def test_fix_for_too_few_hosts_lets_them_serve_the_model(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    [required_change] = [text for count, text in listed(capsys)["qwen3.5-397b"]["fixes"].items()
-                if count == "2"]  # fmt: skip
+    fix = listed(capsys)["qwen3.5-397b"]["fixes"]["2"]
     fraction, drafts = re.findall(
-        r"memory_fraction to ([\d.]+) and set engine.drafts to (\d)", required_change
+        r"memory_fraction to ([\d.]+) and set engine.drafts to (\d)", fix
     )[0]
-    assert "4 hosts" in required_change
+    assert "4 hosts" in fix
     for fits, share in ((True, float(fraction)), (False, 0.8)):
         engine = EngineSettings(memory_fraction=share, drafts=int(drafts))
         settings = replace(settings_for_hosts(2, "qwen3.5-397b", "v2"), engine=engine)
         assert (not plan_problems(settings, read_catalog())) is fits
 
 
-def test_a_word_selects_models_and_a_typo_is_refused(tmp_path, monkeypatch, capsys):
+def test_models_lists_matches_of_a_word_and_rejects_a_typo(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert set(listed(capsys, "qwen3", "small")) == {"qwen3-30b-a3b", "qwen3-4b"}
     assert set(listed(capsys, "embed")) == {"jina-embeddings-v5-small"}

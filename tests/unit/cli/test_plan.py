@@ -59,7 +59,7 @@ def lock_path(tmp_path):
           "weights, context and KV cache")),
     ],
 )  # fmt: skip
-def test_a_verbose_estimate_works_offline(spark_deploy, words, texts):
+def test_plan_with_estimate_and_verbose_needs_no_network(spark_deploy, words, texts):
     code, out, err = spark_deploy(*PLAN, "-v", *words)
     assert (code, err) == (0, "")
     assert all(text in out for text in texts)
@@ -90,7 +90,7 @@ def test_later_host_copies_downloads_of_an_earlier_host(spark_deploy, tmp_path, 
 
 
 @pytest.mark.parametrize(("profile", "is_tested"), [("v2", True), ("own", False)])
-def test_a_profile_without_results_is_marked(spark_deploy, tmp_path, profile, is_tested):
+def test_plan_marks_a_profile_without_test_results(spark_deploy, tmp_path, profile, is_tested):
     (tmp_path / "catalog/profiles").mkdir(parents=True)
     text = "based_on: v2\nsummary: s\nchoose_when: c\nproven: []\n"
     (tmp_path / "catalog/profiles/own.yml").write_text(text)
@@ -120,7 +120,9 @@ LOCKED = "Intel/Qwen3.5-122B-A10B-int4-AutoRound"
         (("rollback", "spark-1", "--to", "x", "-y"), '--to: "x" does not have the required form'),
     ],
 )  # fmt: skip
-def test_each_mistake_gets_one_message_with_a_fix(spark_deploy, tmp_path, words, message):
+def test_mistake_on_the_command_line_prints_one_message_with_a_fix(
+    spark_deploy, tmp_path, words, message
+):
     (tmp_path / "file").write_text("")
     code, out, err = spark_deploy(*words)
     assert (code, out) == (1, "")
@@ -204,7 +206,7 @@ def test_a_wrapped_command_can_be_copied(tmp_path, spark_deploy):
 
 
 @pytest.mark.parametrize("width", [80, 160])
-def test_an_error_message_fits_the_terminal(width, spark_deploy, monkeypatch):
+def test_wrapped_error_message_fits_the_terminal_width(width, spark_deploy, monkeypatch):
     for name, value in {"FORCE_COLOR": "1", "NO_COLOR": "1", "COLUMNS": str(width)}.items():
         monkeypatch.setenv(name, value)
     code, _, err = spark_deploy(*PLAN, "--model", "qwen3.5-397b")

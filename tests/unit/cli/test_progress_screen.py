@@ -88,7 +88,7 @@ def test_other_hosts_wait_while_one_rolls_back():
     assert read(log)[0].hosts["b"].failed_step == "Rollback: Roll back on b"
 
 
-def test_check_warnings_are_printed_at_once():
+def test_check_warnings_are_printed_immediately():
     _, printed = read(f"    [a] {CHECK_WARNING} repeat: two answers differ\n    [b]  Success\n")
     assert printed == ["a: check warning: repeat: two answers differ"]
 
@@ -96,7 +96,7 @@ def test_check_warnings_are_printed_at_once():
 HEADLINE = "b still serves x with agent; the new release was rejected: it answers garbage"
 
 
-def test_failures_are_printed_at_once():
+def test_failures_are_printed_immediately():
     assert read(LOG)[1] == [HEADLINE]
     lines = [line for line in LOG.splitlines(keepends=True) if "[b]  b still" not in line]
     assert read("".join(lines))[1] == [
@@ -156,13 +156,13 @@ def test_the_summary_shows_result_proof_changes_and_times():
         (LOADING, 1, None),
     ],
 )
-def test_an_interrupted_deploy_names_running_work(part, code, running):
+def test_summary_of_an_interrupted_deploy_lists_work_still_running(part, code, running):
     text = summary(until(part), code)
     assert "a  not finished\n" in text
     assert running in text if running else "still running" not in text
 
 
-def test_a_file_gets_changed_lines_every_half_minute(monkeypatch):
+def test_output_to_a_file_has_changed_lines_every_30_seconds(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(progress_screen.time, "monotonic", lambda: now[0])
     out = io.StringIO()
@@ -216,7 +216,7 @@ def test_a_deploy_that_cannot_connect_to_any_host_shows_only_the_reason():
 
 
 @pytest.mark.parametrize("width", [80, 100, 160])
-def test_long_lines_are_wrapped_in_a_terminal_only(width):
+def test_long_lines_are_wrapped_only_in_a_terminal(width):
     words = " ".join(f"word{number}" for number in range(60))
     terminal, file = io.StringIO(), io.StringIO()
     console = Console(file=terminal, width=width, force_terminal=True)

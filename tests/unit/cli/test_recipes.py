@@ -62,7 +62,7 @@ USED = {
 
 
 @pytest.mark.parametrize("name", READ)
-def test_a_recipe_becomes_a_valid_catalog_file(name, tmp_path):
+def test_recipe_is_converted_to_a_valid_catalog_file(name, tmp_path):
     draft = draft_from_recipe(READ[name], name)
     folder = tmp_path / "catalog/models"
     folder.mkdir(parents=True)
@@ -143,7 +143,7 @@ SEVERAL = (
 
 
 @pytest.mark.parametrize("changes", SEVERAL, ids=str)
-def test_a_recipe_for_several_hosts_is_refused(changes):
+def test_recipe_for_several_hosts_is_rejected(changes):
     with pytest.raises(CatalogError, match=r"requires \d+ GPUs"):
         draft_from_recipe({**READ["sparkrun-2.yaml"], **changes}, "r.yaml")
 
@@ -154,7 +154,7 @@ def test_a_command_without_vllm_serve_is_reported(command):
     assert "not used: command: does not call `vllm serve`" in draft.open_questions
 
 
-def test_a_command_that_expands_too_far_is_refused():
+def test_recipe_with_a_command_that_expands_too_far_is_rejected():
     data = {"model": "org/x", "command": "{a}" * 10_000, "defaults": {"a": "x" * 1_000_000}}
     with pytest.raises(CatalogError, match="too long"):
         draft_from_recipe(data, "r.yaml")
@@ -180,7 +180,7 @@ def written(data, name):
 @pytest.mark.slow
 @settings(max_examples=1000, deadline=None)
 @given(place=st.sampled_from([(name, key) for name in READ for key in READ[name]]), value=YAML)
-def test_any_value_gives_a_draft_or_one_problem(place, value):
+def test_any_recipe_value_gives_a_draft_or_one_problem(place, value):
     name, key = place
     text, problems = written({**READ[name], key: value}, name)
     assert all(problem.line.isprintable() for problem in problems)

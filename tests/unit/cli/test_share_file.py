@@ -70,7 +70,7 @@ def edit(file):
     return run
 
 
-def test_a_shared_file_gives_the_same_release(site, other, file, capsys):
+def test_model_added_from_a_shared_file_has_the_same_release(site, other, file, capsys):
     assert add(other, str(file)) == 0
     out = capsys.readouterr().out
     assert "OPEN        the file contains no check result" in out
@@ -139,7 +139,9 @@ ANOTHER = {"org/another": {"revision": "main", "commit": "5" * 40}}
         "code by variable",
     ],
 )
-def test_a_file_that_would_change_others_is_refused(other, file, edit, change, message, capsys):
+def test_shared_file_that_would_change_other_models_is_rejected(
+    other, file, edit, change, message, capsys
+):
     before = (other / "spark.lock.yml").read_bytes()
     edit(change)
     assert add(other, str(file)) == 1
@@ -198,7 +200,7 @@ def test_secrets_in_settings_are_not_shared(site, file, monkeypatch):
     ("key", "secret"),
     [("summary", "https://me:pass@example.org/"), ("choose_when", "hf_abcdefghijklmnop")],
 )
-def test_secrets_in_a_catalog_file_are_refused(site, file, key, secret, capsys):
+def test_share_rejects_secrets_in_a_catalog_file(site, file, key, secret, capsys):
     path = site / "catalog/models/tiny.yml"
     data = yaml.safe_load(path.read_text())
     path.write_text(yaml.safe_dump({**data, key: secret}))

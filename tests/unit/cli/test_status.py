@@ -126,7 +126,7 @@ def test_stopped_and_rolled_back_services_show_time_and_person(tmp_path):
     assert "rolled back manually from lab-stub with v2-tq, main-b at" in text_of(tmp_path, data)
 
 
-def test_service_that_waits_for_a_request_is_no_difference():
+def test_service_waiting_for_a_request_is_not_a_difference_from_the_plan():
     data = document()
     marker = {"schema_version": 1, "release": "small-1", "at": "then", "on_request": True}
     data["services"]["small"] = {
@@ -174,7 +174,7 @@ def test_requests_in_running_engines_are_counted(tmp_path, monkeypatch, capsys, 
     assert json.loads(capsys.readouterr().out)[0]["requests"] == expected
 
 
-def test_lists_missing_jobs_for_each_keep_ready_pair(tmp_path):
+def test_status_lists_missing_jobs_for_each_keep_ready_entry(tmp_path):
     summary = summarize(Answer(target_of(tmp_path), host_status(document())))
     pair = {"model": "lab-tiny", "profile": "base"}
     summary["ready"] = [{**pair, "missing": []}, {**pair, "missing": ["fetch x", "build y"]}]

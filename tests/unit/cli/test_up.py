@@ -55,7 +55,7 @@ def test_a_dry_run_prints_the_pyinfra_command(monkeypatch, capsys):
     assert command.endswith("deploy.py --dry")
 
 
-def test_a_choice_of_the_command_line_can_be_written_to_the_settings(tmp_path, monkeypatch, capsys):
+def test_up_offers_to_write_a_command_line_choice_to_the_settings(tmp_path, monkeypatch, capsys):
     inventory = str(write_inventory(tmp_path / "inventory/spark.py", "a"))
     settings = tmp_path / "group_vars/all.yml"
     settings.parent.mkdir()
@@ -73,7 +73,7 @@ def test_a_choice_of_the_command_line_can_be_written_to_the_settings(tmp_path, m
     assert settings.read_text() == "model: qwen3.5-122b\nprofile: agent\n"
 
 
-def test_up_and_init_lock_without_update_options(monkeypatch, tmp_path):
+def test_locking_names_needs_no_update_options(monkeypatch, tmp_path):
     path = tmp_path / "spark.lock.yml"
     host = SimpleNamespace(catalog=None, loaded=SimpleNamespace(lock_path=path), settings=None)
     monkeypatch.setattr(update, "select_hosts", lambda _options: [host])
@@ -138,13 +138,13 @@ def test_a_change_of_profile_shows_the_downtime():
         ({"name": PLAN.release.name}, "large with v2 stays active and will be checked again; "),
     ],
 )
-def test_other_changes_name_old_and_new_release(release, text):
+def test_preview_shows_old_and_new_release(release, text):
     active = release.get("name", OLD)
     assert text_of(status(active, **release)).startswith(text)
 
 
 @pytest.mark.parametrize(("name", "compiles"), [(OLD, False), ("embed-aaaaaaaaaaaa", True)])
-def test_the_cache_of_an_earlier_release_saves_compilation(name, compiles):
+def test_preview_omits_compilation_if_an_earlier_release_has_the_same_cache(name, compiles):
     data = status()
     data["releases"].append({**data["releases"][0], "name": name, "cache": PLAN.cache_dir})
     assert text_of(data).endswith(COMPILING) is compiles
@@ -155,7 +155,7 @@ def test_the_cache_of_an_earlier_release_saves_compilation(name, compiles):
     [(OLD, "it must end before a change to large with v2"),
      (PLAN.release.name, "this run attaches to it")],
 )  # fmt: skip
-def test_attaches_to_a_running_rollout_of_the_release_and_refuses_others(release, text):
+def test_up_attaches_to_a_running_rollout_of_the_same_release_only(release, text):
     data = status(None, name=release)
     rollout = {"release": release, "since": "2026-11-21T10:00:00Z", "phase": "start"}
     data["services"]["main"]["rollout"] = rollout
@@ -172,7 +172,7 @@ def test_attaches_to_a_running_rollout_of_the_release_and_refuses_others(release
         (None, {}, " again (duration of the last start unknown)"),
     ],
 )
-def test_a_start_shows_the_time_of_the_last_successful_start(last, proof, text):
+def test_preview_shows_duration_of_the_last_successful_start(last, proof, text):
     data = status(None, name=PLAN.release.name, cache=PLAN.cache_dir, proof=proof)
     rollout = Rollout(PLAN.release.name, state=last, times_s={"start": 70.0}) if last else None
     assert text_of(data, jobs("done"), rollout).endswith(f"then the engine starts{text}")
@@ -230,9 +230,7 @@ def test_downloaded_bytes_are_not_counted_again():
         (130, ["spark-2"], []),
     ],
 )
-def test_each_host_that_was_deployed_answers_a_question(
-    code, failing, asked, monkeypatch, tmp_path, capsys
-):
+def test_up_asks_each_deployed_host_a_question(code, failing, asked, monkeypatch, tmp_path, capsys):
     targets = [target_of(tmp_path, name) for name in ("spark-1", "spark-2")]
     answers = [Answer(host, HostState(HostStatus(None), Jobs({}), None)) for host in targets]
 

@@ -26,7 +26,7 @@ def site(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_the_key_line_changes_and_comments_stay(site, capsys):
+def test_use_changes_only_the_line_of_the_key(site, capsys):
     assert main(["use", "agent"]) == 0
     assert (site / "group_vars/all.yml").read_text() == ALL.replace("v2  #", "agent  #")
     text = capsys.readouterr()
@@ -59,7 +59,7 @@ def test_a_choice_for_one_host_is_written_to_host_vars(site, has_schema):
     assert (site / "group_vars/all.yml").read_text() == ALL
 
 
-def test_an_impossible_choice_is_refused_without_writing(site, capsys):
+def test_use_rejects_an_invalid_choice_without_writing(site, capsys):
     assert main(["use", "qwen3.5-397b"]) == 1
     assert "does not fit" in capsys.readouterr().err
     assert (site / "group_vars/all.yml").read_text() == ALL
@@ -97,7 +97,7 @@ def test_a_value_that_cannot_be_edited_in_place_is_not_edited(text):
 
 
 @pytest.mark.parametrize("present", ["qwen3.5-397b", "nobody-has-this"])
-def test_a_choice_that_cannot_be_served_can_be_replaced(site, present):
+def test_use_replaces_a_choice_that_the_host_cannot_serve(site, present):
     (site / "group_vars/all.yml").write_text(ALL.replace("qwen3.5-35b ", f"{present} "))
     assert main(["use", "qwen3.5-122b"]) == 0
     assert "model: qwen3.5-122b " in (site / "group_vars/all.yml").read_text()
@@ -112,7 +112,7 @@ def test_settings_of_other_hosts_are_not_checked(site, capsys):
     assert "does not fit" in capsys.readouterr().err
 
 
-def test_a_choice_against_a_cross_check_is_refused(site, capsys):
+def test_use_rejects_a_choice_that_conflicts_with_other_settings(site, capsys):
     night = "schedule: [{at: '20:00', model: qwen3.5-35b, profile: v2}]\n"
     (site / "host_vars").mkdir()
     (site / "host_vars/b.yml").write_text(night)
@@ -121,7 +121,7 @@ def test_a_choice_against_a_cross_check_is_refused(site, capsys):
     assert "b: schedule: no entry returns to qwen3.5-35b with agent" in capsys.readouterr().err
 
 
-def test_a_plain_profile_gives_way_to_the_model_s_first_profile(site, capsys):
+def test_use_replaces_a_plain_profile_with_the_recommended_profile(site, capsys):
     common = site / "group_vars/all.yml"
     common.write_text("model: qwen3-4b\nprofile: plain\n")
     assert main(["use", "qwen3.5-35b"]) == 0
@@ -155,7 +155,7 @@ def test_engine_settings_that_override_a_new_profile_are_listed(site, capsys):
     assert "engine." not in capsys.readouterr().err
 
 
-def test_an_unknown_name_is_not_answered_with_models_of_the_lab(site, capsys):
+def test_suggestions_for_an_unknown_name_exclude_lab_models(site, capsys):
     assert main(["use", "lab-x"]) == 1
     text = capsys.readouterr().err
     assert "lab-tiny" not in text
@@ -208,7 +208,7 @@ def test_set_edits_nested_values_and_keeps_comments(end):
     assert set_keys(NESTED.replace("\n", end), values) == EDITED.replace("\n", end)
 
 
-def test_set_writes_checked_values_for_chosen_hosts(site, capsys):
+def test_set_writes_valid_values_for_selected_hosts(site, capsys):
     assert main(["set", "serve.expose=lan", "serve.port=8001", "--dry"]) == 0
     assert (site / "group_vars/all.yml").read_text() == ALL
     assert main(["set", "serve.expose=lan", "serve.names=[x, y]"]) == 0
@@ -224,7 +224,7 @@ def test_set_writes_checked_values_for_chosen_hosts(site, capsys):
 @pytest.mark.parametrize(
     "assignment", ["serve.expose=world", "serve.prot=1", "serve.port=x", "model=qwen3.5-397b", "a="]
 )
-def test_set_refuses_a_wrong_value_without_writing(site, capsys, assignment):
+def test_set_rejects_an_invalid_value_without_writing(site, capsys, assignment):
     assert main(["set", assignment]) == 1
     assert "fix: " in capsys.readouterr().err
     assert (site / "group_vars/all.yml").read_text() == ALL
@@ -249,7 +249,7 @@ def test_set_writes_replicas_of_hosts_with_addresses(tmp_path, monkeypatch, caps
 
 
 @pytest.mark.parametrize("section", ["cluster", "replicas"])
-def test_names_of_hosts_must_be_in_the_inventory(site, capsys, section):
+def test_rejects_cluster_and_replica_hosts_missing_from_the_inventory(site, capsys, section):
     common = site / "group_vars/all.yml"
     common.write_text(f"{ALL}serve: {{expose: lan, api_key: {{env: KEY}}}}\n")
     assert main(["set", f"{section}.hosts=[spark-1, spark-2]"]) == 1

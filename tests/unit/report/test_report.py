@@ -45,7 +45,7 @@ def test_every_open_question_has_a_rule():
     assert [item.id for item in QUESTIONS.all] == list(QUESTION_IDS)
 
 
-def test_a_proven_spark_answers_most_questions():
+def test_report_of_a_proven_release_on_a_spark_answers_most_questions():
     result = answers_of(report_of())
     assert {name for name, state in result.items() if state == "yes"} == {
         "deployed", "neighbours", "fetched", "built", "loaded", "answers", "gdn-prefill",
@@ -74,7 +74,7 @@ def test_a_proven_spark_answers_most_questions():
         (data_of(status_of(services={"main": {}})), "deployed", "open"),
     ],
 )
-def test_missing_evidence_is_open_and_failures_are_no(text, question, state):
+def test_missing_evidence_leaves_a_question_open_and_failures_answer_no(text, question, state):
     assert answers_of(report_of(text))[question] == state
 
 
@@ -87,7 +87,7 @@ def test_a_host_without_our_tools_is_reported():
     assert older.serving.engine.lines == ()
 
 
-def test_stand_ins_and_other_gpus_answer_nothing():
+def test_report_from_stand_ins_or_other_gpus_answers_no_question():
     assert report_of().is_spark
     stubbed = report_of(data_of(stubs=["ii  labstub-driver 580.159.03+labstub"]))
     other = with_answers(replace(report_of(), versions={"gpu": "NVIDIA H200"}))
@@ -119,7 +119,7 @@ def test_a_report_names_the_release_and_never_the_host():
     assert result.versions["nccl"] == "2.29.3"
 
 
-def test_additional_services_are_counted_only():
+def test_additional_services_appear_only_as_a_count():
     services = {"main": {"active": RELEASE}, "embed": {"active": "embed-0123456789ab"}}
     result = report_of(data_of(status_of(services=services)))
     assert result.serving.engine.kv_cache_tokens == ENGINE["kv_cache_tokens"]
