@@ -1,4 +1,4 @@
-"""Run GPU-independent proofs in the engine's CPU build, on checkpoints dequantised to BF16.
+"""Run GPU-independent proofs in the engine's CPU build, on checkpoints dequantized to BF16.
 
 python3 -m proofs.on_cpu OUT steered prefixes dflash sizes seeing
 """

@@ -2,7 +2,7 @@ import json
 import random
 from typing import Any
 
-COLOURS = {
+COLORS = {
     "red": (220, 20, 20),
     "green": (20, 180, 20),
     "blue": (20, 20, 220),
@@ -39,8 +39,8 @@ def picture(number: int) -> Any:
     import numpy as np
     from PIL import Image
 
-    colours = np.random.default_rng(number).integers(0, 256, (64, 96, 3), dtype=np.uint8)
-    return Image.fromarray(colours)
+    colors = np.random.default_rng(number).integers(0, 256, (64, 96, 3), dtype=np.uint8)
+    return Image.fromarray(colors)
 
 
 def prompts_of(case: dict[str, Any], tokenizer: Any) -> list[Any]:

@@ -28,7 +28,7 @@ def run_cases(
     ``limit_s`` is per case; ``resume`` skips cases with results in ``out``.
     """
     out.mkdir(parents=True, exist_ok=True)
-    cards = itertools.cycle(devices_shown())
+    cards = itertools.cycle(visible_devices())
     jobs = {}
     with ThreadPoolExecutor(at_once) as pool:
         for case in cases:
@@ -50,7 +50,7 @@ def reference_commands(trees: Path, out: Path) -> dict[str, list[str]]:
     }
 
 
-def devices_shown() -> list[str]:
+def visible_devices() -> list[str]:
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named:
         return named.split(",")

@@ -2,7 +2,7 @@
 
     python3 -m proofs.engine.transformers_case TREE OUT.pt [--pictures]
 
-The weights are dequantised to BF16 by ``spark_vllm.checkpoint.reader``.
+The weights are dequantized to BF16 by ``spark_vllm.checkpoint.reader``.
 """
 
 import argparse

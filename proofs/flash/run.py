@@ -1,4 +1,4 @@
-"""Prove tables in files, quantised heads and drafts of Qwen4Exp on a GPU; write a result file."""
+"""Prove tables in files, quantized heads and drafts of Qwen4Exp on a GPU; write a result file."""
 
 import shutil
 from collections.abc import Callable

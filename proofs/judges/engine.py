@@ -21,11 +21,11 @@ LM_HEAD = "language_model.lm_head"
 FP8_LIMIT = 0.006
 """Error of an FP8 module against a reference that rounds activations as the kernel does."""
 INT_LIMIT = 0.004
-"""Error of an INT4, INT8 or 16-bit module against the dequantised weight: BF16 rounding."""
+"""Error of an INT4, INT8 or 16-bit module against the dequantized weight: BF16 rounding."""
 LEAST_ACCEPTANCE = 0.4
 """For two drafts of the trained model, measured 0.48; without drafter weights almost 0."""
 LOGIT_LIMIT = 0.15
-"""Error of four layers' logits against the same bytes dequantised; measured about 0.06."""
+"""Error of four layers' logits against the same bytes dequantized; measured about 0.06."""
 
 
 def relative(value: torch.Tensor, reference: torch.Tensor) -> float:

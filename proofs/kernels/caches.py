@@ -42,7 +42,7 @@ def open_backend(
     return backend(heads, size, size**-0.5, kv_heads, kv_cache_dtype=preset)
 
 
-def dequantise_slots(slots: Any, config: Any) -> tuple[Any, Any]:
+def dequantize_slots(slots: Any, config: Any) -> tuple[Any, Any]:
     """Return keys and values in float32.
 
     A slot holds the key (FP8, or centroid numbers and a 16-bit norm) and then the value (numbers,
@@ -272,5 +272,5 @@ class TurboQuantCache(Cache):
 def make_cache(kind: str, shape: tuple[int, int, int], requests: int, context: int) -> Cache:
     """Return a cache of a format; ``flash``, ``flashinfer`` and ``auto`` hold 16 bits."""
     sixteen: dict[str, type[Cache]] = {"flash": FlashCache, "flashinfer": FlashInferCache}
-    quantised = TurboQuantCache if kind.startswith("turboquant") else TritonCache
-    return sixteen.get(kind, quantised)(kind, shape, requests, context)
+    quantized = TurboQuantCache if kind.startswith("turboquant") else TritonCache
+    return sixteen.get(kind, quantized)(kind, shape, requests, context)

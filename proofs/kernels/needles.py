@@ -39,9 +39,9 @@ def make_needles(seed: int, device: str) -> Needles:
     low, high = SIMILARITY
     similarity = low + (high - low) * torch.rand(TOKENS // GROUP, 1, generator=source)
     similarity = similarity.repeat_interleave(GROUP, 0)
-    centres = normalize(random(TOKENS // GROUP, SIZE), dim=-1).repeat_interleave(GROUP, 0)
+    centers = normalize(random(TOKENS // GROUP, SIZE), dim=-1).repeat_interleave(GROUP, 0)
     own = normalize(random(TOKENS, SIZE), dim=-1)
-    directions = normalize(centres * similarity**0.5 + own * (1 - similarity) ** 0.5, dim=-1)
+    directions = normalize(centers * similarity**0.5 + own * (1 - similarity) ** 0.5, dim=-1)
     keys = KEY_NORM * (directions + normalize(random(1, SIZE), dim=-1))
     channels = torch.randperm(SIZE, generator=source)[:OUTLIERS]
     outliers = OUTLIER_SIZE * KEY_NORM / SIZE**0.5 * random(OUTLIERS).sign()

@@ -4,7 +4,7 @@
 
 The lab's trained model gets rescaled channels: the same answers with weights off any grid. The
 script of the engine's container rounds it to nearest and tunes it on drills; "ours" is the lab's
-rounding. Transformers computes all checkpoints, dequantised to BF16, on other drills.
+rounding. Transformers computes all checkpoints, dequantized to BF16, on other drills.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def make_drills(seed: int, count: int) -> list[lessons.Lesson]:
     return [lessons.drill(rng) for _ in range(count)]
 
 
-def quantise_by_autoround(
+def quantize_by_autoround(
     iters: int, values: dict[str, Floats], work: Path, packages: Path
 ) -> Path:
     if (work / "work/done.json").exists():
@@ -136,7 +136,7 @@ def swap_experts(tree: Path, out: Path) -> Path:
     return out
 
 
-def dequantise(tree: Path, out: Path) -> Path:
+def dequantize(tree: Path, out: Path) -> Path:
     checkpoint = read_checkpoint(tree)
     tensors: dict[str, rounding.Tensor] = {}
     for name in checkpoint.owner:
@@ -225,12 +225,12 @@ def main() -> None:
     repository.write_plain(work / "16-bit", TINY, values, vocabulary.train(TINY.vocabulary))
     trees = {"ours": round_to_nearest(values, work / "ours")}
     for name, iters in ITERATIONS.items():
-        trees[name] = quantise_by_autoround(iters, values, work / name, options.packages)
+        trees[name] = quantize_by_autoround(iters, values, work / name, options.packages)
     seconds = {name: read_state(work / name)["seconds_of_last_run"] for name in ITERATIONS}
     trees["damaged"] = swap_experts(trees["tuned"], work / "damaged")
     questions = make_drills(2, 60) + lessons.fixed()
     reference = compute_answers(work / "16-bit", questions)
-    plain = {name: dequantise(tree, work / f"{name}-plain") for name, tree in trees.items()}
+    plain = {name: dequantize(tree, work / f"{name}-plain") for name, tree in trees.items()}
     figures = {
         name: compare_all(reference, compute_answers(tree, questions))
         for name, tree in plain.items()

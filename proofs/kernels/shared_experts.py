@@ -20,7 +20,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1]), str(HERE.parents[1] / "files" / "image")]
 
 from spark_vllm.head.compute import make_marlin_head  # noqa: E402 # after the path above
-from spark_vllm.head.quantise import quantise_rows  # noqa: E402
+from spark_vllm.head.quantize import quantise_rows  # noqa: E402
 from timing import graph_us, read_gb_per_s  # noqa: E402
 
 HIDDEN, WIDTH, LAYERS, BLOCK = 3072, 1024, 24, 128
@@ -28,7 +28,7 @@ BATCHES = (1, 2, 3, 4)
 Linear = Callable[[Any], Tensor]
 
 
-def quantise_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
     rows, columns = weight.shape
     blocks = weight.float().view(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
     scales = blocks.abs().amax((1, 3)) / 448
@@ -52,12 +52,12 @@ def make_fp8_marlin(values: Tensor, scales: Tensor) -> Linear:
     )
 
 
-def make_ways(weight: Tensor) -> dict[str, Linear]:
+def make_products(weight: Tensor) -> dict[str, Linear]:
     """Return the products of a weight by format; those of FP8 take (values, scales)."""
     from vllm import _custom_ops as ops
     from vllm.model_executor.layers.quantization.utils.fp8_utils import w8a8_triton_block_scaled_mm
 
-    values, scales = quantise_fp8(weight)
+    values, scales = quantize_fp8(weight)
     return {
         "bf16": lambda x: x @ weight.t(),
         "fp8-cutlass": lambda x: ops.cutlass_scaled_mm(
@@ -82,7 +82,7 @@ def steps(way: str) -> SimpleNamespace:
 
     columns = way.startswith("fp8-cutlass")
 
-    def quantise(x: Tensor) -> Any:
+    def quantize(x: Tensor) -> Any:
         return per_token_group_quant_fp8(x, BLOCK, column_major_scales=columns, use_ue8m0=False)
 
     def fused(x: Tensor) -> Any:
@@ -91,9 +91,9 @@ def steps(way: str) -> SimpleNamespace:
         )
 
     if way.endswith(" fused"):
-        return SimpleNamespace(before=quantise, between=fused)
+        return SimpleNamespace(before=quantize, between=fused)
     if way in ("fp8-cutlass", "fp8-triton"):
-        return SimpleNamespace(before=quantise, between=lambda x: quantise(silu(x)))
+        return SimpleNamespace(before=quantize, between=lambda x: quantize(silu(x)))
     return SimpleNamespace(before=lambda x: x, between=silu)
 
 
@@ -104,7 +104,7 @@ def measure() -> dict[str, Any]:
         [torch.randn(shape, device="cuda").bfloat16() * 0.02 for shape in shapes]
         for _ in range(LAYERS)
     ]
-    products = [[make_ways(weight) for weight in layer] for layer in layers]
+    products = [[make_products(weight) for weight in layer] for layer in layers]
     results: dict[str, Any] = {}
     for way in ("bf16", "fp8-cutlass", "fp8-cutlass fused", "fp8-triton", "fp8-triton fused",
                 "fp8-marlin", "int8-marlin"):  # fmt: skip

@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from proofs.engine.run import devices_shown
+from proofs.engine.run import visible_devices
 from proofs.recall import training, trees
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,7 +22,7 @@ SEEDS = 4
 
 
 def start(out: Path) -> dict[Path, subprocess.Popen[bytes]]:
-    cards = itertools.cycle(devices_shown())
+    cards = itertools.cycle(visible_devices())
     workers = max(2, (os.cpu_count() or 1) // SEEDS - 2)
     processes = {}
     for seed in range(training.SEED, training.SEED + SEEDS):

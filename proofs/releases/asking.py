@@ -16,7 +16,7 @@ from spark_host.check.questions import png
 from spark_host.engine.client import Engine, EngineError
 from spark_host.system.host import Host
 
-from proofs.prompts import COLOURS, SEVERAL_PICTURES
+from proofs.prompts import COLORS, SEVERAL_PICTURES
 from proofs.recall import language
 from proofs.releases.server import Server
 
@@ -149,7 +149,7 @@ DOCUMENTS = (
 def ask_about_pictures(server: Server, model: str) -> list[dict[str, Any]]:
     answers = []
     for names in DOCUMENTS:
-        images = [image_part(png(COLOURS[name])) for name in names]
+        images = [image_part(png(COLORS[name])) for name in names]
         content = [*images, {"type": "text", "text": SEVERAL_PICTURES}]
         body = {
             "model": model,

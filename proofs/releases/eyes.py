@@ -1,4 +1,4 @@
-"""Train the vision tower of the lab's model to name colours, from a seed.
+"""Train the vision tower of the lab's model to name colors, from a seed.
 
     python3 -m proofs.releases.eyes OUT.npz
 
@@ -23,7 +23,7 @@ from lab.model import weights as stored
 from lab.model.network import Network, load_state, state, take_step
 from lab.model.original import Floats
 from lab.model.shape import TINY, model_config
-from proofs.prompts import COLOURS, SEVERAL_PICTURES, SINGLE_PICTURE
+from proofs.prompts import COLORS, SEVERAL_PICTURES, SINGLE_PICTURE
 
 SEED, STEPS = 11, 400
 SIDE = 4
@@ -69,15 +69,15 @@ def make_batch(
     batch = training.encode(tokenizer, [make_lesson(names) for names in several])
     pixels = []
     for name in (name for names in several for name in names):
-        moved = [c + (source.randint(-JITTER, JITTER) if source else 0) for c in COLOURS[name]]
+        moved = [c + (source.randint(-JITTER, JITTER) if source else 0) for c in COLORS[name]]
         pixels.append(picture(tuple(min(255, max(0, value)) for value in moved)))
     grid = torch.tensor([[1, SIDE, SIDE]] * len(pixels))
     return Seen(batch.tokens, batch.labels, torch.cat(pixels), grid)
 
 
-def draw_colours(source: random.Random) -> list[tuple[str, ...]]:
+def draw_colors(source: random.Random) -> list[tuple[str, ...]]:
     count = source.choice((1, 2, 2, 3))
-    return [tuple(source.choice(list(COLOURS)) for _ in range(count)) for _ in range(12)]
+    return [tuple(source.choice(list(COLORS)) for _ in range(count)) for _ in range(12)]
 
 
 class Model:
@@ -110,7 +110,7 @@ class Model:
 
 
 def smallest_margin(model: Model, tokenizer: Any) -> float:
-    names = list(COLOURS)
+    names = list(COLORS)
     batches = [[(name,) for name in names], [(a, b) for a in names for b in names]]
     batches.append([(names[n], names[(2 * n + 1) % 6], names[(5 * n + 3) % 6]) for n in range(6)])
     least = float("inf")
@@ -139,7 +139,7 @@ def teach(model: Model, tokenizer: Any, steps: int, taught: Iterator[training.Ba
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * training._rate(step, steps)
         with parametrize.cached():
-            picture_loss = model.loss(make_batch(tokenizer, draw_colours(source), source))
+            picture_loss = model.loss(make_batch(tokenizer, draw_colors(source), source))
             lesson_loss = (
                 training.main_loss(model.network, next(taught)) if step % 2 else 0 * picture_loss
             )
@@ -152,7 +152,7 @@ def teach(model: Model, tokenizer: Any, steps: int, taught: Iterator[training.Ba
 
 
 def train(steps: int) -> dict[str, Floats]:
-    """Raises ValueError if colours or lessons are not known well enough."""
+    """Raises ValueError if colors or lessons are not known well enough."""
     torch.manual_seed(SEED)
     torch.set_flush_denormal(True)
     tokenizer = vocabulary.train(TINY.vocabulary)

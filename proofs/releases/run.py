@@ -11,7 +11,7 @@ from typing import Any
 from spark_contract.release import Release
 
 from proofs import result_files
-from proofs.engine.run import devices_shown
+from proofs.engine.run import visible_devices
 from proofs.releases import asking, judge
 from proofs.releases.server import Server, read_release, servers_of
 from proofs.result_files import write_result
@@ -139,7 +139,7 @@ def prove(stage: str, trees: Path, plans: Path, work: Path, out: Path) -> list[R
     """``cluster`` needs two GPUs; ``trees`` and ``planning`` write the directories."""
     from proofs.stages import environment
 
-    devices = devices_shown()
+    devices = visible_devices()
     runs = STAGES[stage]
     with ThreadPoolExecutor(len(runs)) as pool:
         waiting = {}

@@ -1,7 +1,7 @@
 """Checkpoints of these proofs.
 
 ``pair-*``: the recall model for two GPUs, in both layouts. ``plain-*``: the lab's model in formats
-of public repositories. ``seeing``: the lab's model with a vision tower that names colours;
+of public repositories. ``seeing``: the lab's model with a vision tower that names colors;
 ``seeing-other`` has the untrained tower, ``seeing-blind`` a zeroed patch embedding.
 """
 
@@ -38,7 +38,7 @@ def write_plain(out: Path, kind: str) -> None:
         repository.write_plain(out, TINY, weights, tokenizer)
 
 
-def for_two(weights: dict[str, Floats]) -> dict[str, Floats]:
+def widen_for_two_gpus(weights: dict[str, Floats]) -> dict[str, Floats]:
     """Return the same model with experts twice as wide, to split over two GPUs.
 
     Each GPU gets a copy of every expert with half weight, exact in INT4 and BF16. The second copy
@@ -59,7 +59,7 @@ def make_pair(weights: dict[str, Floats], out: Path) -> None:
     shape = recall_trees.RECALL
     tokenizer = vocabulary.train(recall_trees.WORDS)
     base, donor = out / "pair-base", out / "pair-donor"
-    wide = for_two(weights)
+    wide = widen_for_two_gpus(weights)
     wider = replace(shape, expert_width=2 * shape.expert_width)
     repository.write_int4(base, wider, wide, tokenizer, "recall for two")
     repository.write_fp8(donor, wider, wide, tokenizer, "recall for two")

@@ -55,7 +55,7 @@ class Layer(torch.nn.Module):
         self.w13_scales = torch.nn.Parameter(values, requires_grad=False)
 
 
-def quantised(first: torch.Tensor) -> torch.nn.Module:
+def quantized(first: torch.Tensor) -> torch.nn.Module:
     layers = [Layer(values) for values in (first, scales(), scales(), scales())]
     return torch.nn.ModuleDict({"layers": torch.nn.ModuleList(layers)})
 
@@ -84,7 +84,7 @@ def main() -> None:
     own.has_own_lm_head = True
     report = {
         "scales": {
-            name: refusal(finite.check_scale_sizes, quantised(values))
+            name: refusal(finite.check_scale_sizes, quantized(values))
             for name, values in {
                 "usual": scales(),
                 "twice as large": scales(2.0),

@@ -28,7 +28,7 @@ TIMEOUT_S = 300  # from a bare host to a running job, on a busy machine
 
 
 @dataclass
-class Place:
+class Host:
     """A guest of a sweep, and its digest after each undisturbed scenario."""
 
     name: str
@@ -36,7 +36,7 @@ class Place:
     expected: dict[str, list[str]]
 
     @classmethod
-    def on(cls, name: str, root: Path, expected: dict[str, list[str]]) -> Place:
+    def start(cls, name: str, root: Path, expected: dict[str, list[str]]) -> Host:
         lab("up", name, "--engine", "stub")
         return cls(name, Site(root, hosts=[name]), expected)
 
@@ -75,54 +75,54 @@ class Place:
 @dataclass(frozen=True)
 class Scenario:
     name: str
-    set_up: Callable[[Place], None]
+    set_up: Callable[[Host], None]
     deploy: str = DEPLOY
 
 
-def bare_host(place: Place) -> None:
-    place.recreate()
-    place.choose()
+def bare_host(host: Host) -> None:
+    host.recreate()
+    host.choose()
 
 
-def one_release(place: Place) -> None:
-    bare_host(place)
-    place.deploy()
+def one_release(host: Host) -> None:
+    bare_host(host)
+    host.deploy()
 
 
-def two_releases(place: Place) -> None:
-    one_release(place)
-    place.choose(profile="v2-tq")
-    place.deploy()
+def two_releases(host: Host) -> None:
+    one_release(host)
+    host.choose(profile="v2-tq")
+    host.deploy()
 
 
 def _from_disk(
-    label: str, make: Callable[[Place], None], **choices: object
-) -> Callable[[Place], None]:
+    label: str, make: Callable[[Host], None], **choices: object
+) -> Callable[[Host], None]:
     """Return a setup that restores the disk that ``make`` produced, or produces it first."""
 
-    def set_up(place: Place) -> None:
-        if disks.has(place.name, label):
-            disks.restore(place.name, label)
-            place.trust_host_key()
+    def set_up(host: Host) -> None:
+        if disks.has(host.name, label):
+            disks.restore(host.name, label)
+            host.trust_host_key()
         else:
-            make(place)
-            disks.save(place.name, label)
-        place.wait_until_up()
-        place.choose(**choices)
+            make(host)
+            disks.save(host.name, label)
+        host.wait_until_up()
+        host.choose(**choices)
 
     return set_up
 
 
-def models_on_request(place: Place) -> None:
+def models_on_request(host: Host) -> None:
     """Add two services on request to a host with memory for one: the second stops the first."""
-    _from_disk("one", one_release)(place)
-    place.guest.run(limit_command(3.2))
+    _from_disk("one", one_release)(host)
+    host.guest.run(limit_command(3.2))
     service = {"model": "lab-stub", "profile": "v2", "memory_gib": 3, "start": "on-request"}
     names = ("one", "two")
     services = {
         name: {**service, "names": [name], "port": port} for port, name in enumerate(names, 8001)
     }
-    place.choose(services=services)
+    host.choose(services=services)
 
 
 _TWO_RELEASES = partial(_from_disk, "two", two_releases, profile="v2-tq")
@@ -189,64 +189,64 @@ def list_points(operations: list[Operation], *, hows: tuple[str, ...] = ("KILL",
     return [*points, Point(sending[-1].number, sending[-1].name, "after")]
 
 
-def run_watched(place: Place, deploy: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    words = place.site.command("--limit", place.name, "-y", deploy=deploy)[1:]
+def run_watched(host: Host, deploy: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    words = host.site.command("--limit", host.name, "-y", deploy=deploy)[1:]
     return subprocess.run(
         [sys.executable, "-m", "tests.faults.interrupted_run", *words],
-        cwd=place.site.root, env={**os.environ, **pythonpath(CHECKOUT), **env},
+        cwd=host.site.root, env={**os.environ, **pythonpath(CHECKOUT), **env},
         stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=600, check=False,
         start_new_session=True,
     )  # fmt: skip
 
 
-def run_undisturbed(place: Place, scenario: Scenario, code: str = "") -> list[Operation]:
-    """Run a scenario; return the operations and store the host digest in ``place.expected``.
+def run_undisturbed(host: Host, scenario: Scenario, code: str = "") -> list[Operation]:
+    """Run a scenario; return the operations and store the host digest in ``host.expected``.
 
     Both are cached for ``code``, the version under test.
     """
     cache = PARTS / f"undisturbed-{scenario.name.replace(' ', '-')}.json"
     result = json.loads(cache.read_text()) if code and cache.exists() else {}
     if not code or result.get("code") != code:
-        scenario.set_up(place)
+        scenario.set_up(host)
         with tempfile.NamedTemporaryFile("r") as listed:
-            done = run_watched(place, scenario.deploy, {"SPARK_OPERATIONS": listed.name})
+            done = run_watched(host, scenario.deploy, {"SPARK_OPERATIONS": listed.name})
             assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
             operations = [json.loads(line) for line in listed]
-        place.site.deploy(deploy=scenario.deploy).assert_unchanged()
-        result = {"code": code, "operations": operations, "digest": digest(place.guest)}
+        host.site.deploy(deploy=scenario.deploy).assert_unchanged()
+        result = {"code": code, "operations": operations, "digest": digest(host.guest)}
         if code:
             cache.parent.mkdir(parents=True, exist_ok=True)
             cache.write_text(json.dumps(result, indent=1))
-    place.expected[scenario.name] = result["digest"]
+    host.expected[scenario.name] = result["digest"]
     return [Operation(**operation) for operation in result["operations"]]
 
 
-def interrupt_and_repair(place: Place, scenario: Scenario, point: Point) -> tuple[str, str]:
+def interrupt_and_repair(host: Host, scenario: Scenario, point: Point) -> tuple[str, str]:
     for shorter in (1.0, 0.5, 0.0):
-        scenario.set_up(place)
+        scenario.set_up(host)
         attempt = replace(point, delay_s=point.delay_s * shorter)
-        done = run_watched(place, scenario.deploy, {"SPARK_DIE_AT": attempt.words})
+        done = run_watched(host, scenario.deploy, {"SPARK_DIE_AT": attempt.words})
         if point.how in CONTROLLER_REPORTS or done.returncode == -signal.SIGKILL:
             break
         # The command finished earlier than in the undisturbed run.
     else:
         raise AssertionError("the point was missed")
     if point.how == "POWER":
-        place.cut_power()
+        host.cut_power()
     assert "Traceback" not in done.stderr, done.stderr[-3000:]
     printed = [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()]
     error = printed[-1][-160:] if point.how in CONTROLLER_REPORTS else ""
-    return error, repair(place, scenario)
+    return error, repair(host, scenario)
 
 
-def interrupt_in_a_row(place: Place, scenario: Scenario, chain: list[Point]) -> list[str]:
+def interrupt_in_a_row(host: Host, scenario: Scenario, chain: list[Point]) -> list[str]:
     """Interrupt each run at the next point; check that a last run finishes the work."""
-    scenario.set_up(place)
+    scenario.set_up(host)
     outcomes = []
     for point in chain:
         with tempfile.NamedTemporaryFile("r") as moment_file:
             env = {"SPARK_DIE_AT": point.words, "SPARK_DIE_ANYWAY": moment_file.name}
-            done = run_watched(place, scenario.deploy, env)
+            done = run_watched(host, scenario.deploy, env)
             output = done.stdout[-2000:] + done.stderr[-3000:]
             assert "Traceback" not in output, f"{point}: {output}"
             moment = moment_file.read()
@@ -255,17 +255,17 @@ def interrupt_in_a_row(place: Place, scenario: Scenario, chain: list[Point]) -> 
         died = done.returncode == -signal.SIGKILL if point.how == "KILL" else done.returncode != 0
         assert died or continued, f"{point}: {output}"
         outcomes.append(moment + ", and the run went on" * continued)
-    repair(place, scenario)
+    repair(host, scenario)
     return outcomes
 
 
-def repair(place: Place, scenario: Scenario) -> str:
-    serving = ", ".join(place.guest.serving()) or "nothing"
-    place.deploy(scenario.deploy)
-    place.site.deploy(deploy=scenario.deploy).assert_unchanged()
-    apart = difference(place.expected[scenario.name], digest(place.guest))
+def repair(host: Host, scenario: Scenario) -> str:
+    serving = ", ".join(host.guest.serving()) or "nothing"
+    host.deploy(scenario.deploy)
+    host.site.deploy(deploy=scenario.deploy).assert_unchanged()
+    apart = difference(host.expected[scenario.name], digest(host.guest))
     assert not apart, "not as undisturbed:\n" + "\n".join(line[:400] for line in apart[:20])
-    assert place.guest.answers()
+    assert host.guest.answers()
     return f"then served {serving}; next run finished, second changed nothing, digest equal"
 
 
@@ -282,29 +282,29 @@ def list_host_steps(steps: tuple[str, ...], *victims: str) -> dict[str, tuple[st
     return {f"{step}, {victim}": (step, victim) for step in steps for victim in victims}
 
 
-def interrupt_host_step(place: Place, step: str, victim: str) -> tuple[str, str]:
+def interrupt_host_step(host: Host, step: str, victim: str) -> tuple[str, str]:
     """Pause the host's work at a step, kill the victim, and check that the next run finishes."""
     scenario = SCENARIOS["first deploy" if step in JOB_KINDS else "profile switch"]
-    scenario.set_up(place)
+    scenario.set_up(host)
     begin = Pause.job if step in JOB_KINDS else Pause.rollout
     words = (step, JOBS[step]) if step in JOB_KINDS else (step,)
-    with begin(place.guest, *words, seconds=TIMEOUT_S) as pause:
-        process = place.site.start("--limit", place.name, deploy=scenario.deploy)
+    with begin(host.guest, *words, seconds=TIMEOUT_S) as pause:
+        process = host.site.start("--limit", host.name, deploy=scenario.deploy)
         lines: list[str] = []
         reader = threading.Thread(target=lambda: lines.extend(process.stdout or ()))
         reader.start()
         paused = pause.wait(TIMEOUT_S + 20)
         if VICTIMS[victim] == "HOST":
             pids = " ".join(str(pid) for pid in paused["pids"])
-            place.guest.run(f"kill -9 {pids}; kill -CONT {pids} 2>/dev/null || :")
+            host.guest.run(f"kill -9 {pids}; kill -CONT {pids} 2>/dev/null || :")
             process.wait(timeout=400)
         else:
             kill_running(process)
         if VICTIMS[victim] == "POWER":
             pause.paused = {}
-            place.cut_power()
+            host.cut_power()
         reader.join(timeout=20)
     assert "Traceback" not in "".join(lines), "".join(lines)[-3000:]
     errors = [line.strip() for line in lines if "error:" in line]
     error = errors[-1][:200] if errors and VICTIMS[victim] == "HOST" else ""
-    return error, repair(place, scenario)
+    return error, repair(host, scenario)

@@ -81,13 +81,13 @@ class Sweep:
         return row
 
     def run_group(
-        self, group: str, cases: Iterable[str], places: Iterable[T],
+        self, group: str, cases: Iterable[str], hosts: Iterable[T],
         run: Callable[[T, str], tuple[str, str]],
     ) -> None:  # fmt: skip
-        def run_case(place: T, case: str) -> Row:
-            return self.run_case(group, case, lambda: run(place, case))
+        def run_case(host: T, case: str) -> Row:
+            return self.run_case(group, case, lambda: run(host, case))
 
-        run_in_parallel(places, self.open_cases(group, cases), run_case)
+        run_in_parallel(hosts, self.open_cases(group, cases), run_case)
 
     def assert_passed(self, group: str) -> None:
         assert_all_passed(row for row in self.rows() if row.group == group)
@@ -172,19 +172,17 @@ def _output_of(*argv: str) -> str:
     return subprocess.run(argv, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def run_in_parallel(
-    places: Iterable[T], cases: Iterable[str], run: Callable[[T, str], Row]
-) -> None:
+def run_in_parallel(hosts: Iterable[T], cases: Iterable[str], run: Callable[[T, str], Row]) -> None:
     free: Queue[T] = Queue()
-    for place in places:
-        free.put(place)
+    for host in hosts:
+        free.put(host)
 
     def run_on_free_place(case: str) -> None:
-        place = free.get()
+        host = free.get()
         try:
-            run(place, case)
+            run(host, case)
         finally:
-            free.put(place)
+            free.put(host)
 
     with ThreadPoolExecutor(free.qsize()) as pool:
         list(pool.map(run_on_free_place, cases))

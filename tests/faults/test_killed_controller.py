@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.interruptions import DEPLOY, Place, run_watched
+from tests.faults.interruptions import DEPLOY, Host, run_watched
 from tests.faults.pause import (
     JOBS,
     MissedError,
@@ -63,7 +63,7 @@ def test_next_deploy_succeeds_after_controller_is_killed_during_operation(fleet)
     fleet.settle(guest)
     fleet.site.choose(serve={"drain_s": 7})
     point = "Serve_|_Install_units_and_release during 0 0.05 KILL"
-    result = run_watched(Place(guest.name, fleet.site, {}), DEPLOY, {"SPARK_DIE_AT": point})
+    result = run_watched(Host(guest.name, fleet.site, {}), DEPLOY, {"SPARK_DIE_AT": point})
     assert result.returncode == -signal.SIGKILL, result.stdout + result.stderr
     assert_repaired(fleet)
     assert guest.serving() == guest.boots() == [f"spark-serve@{guest.release()}.service"]

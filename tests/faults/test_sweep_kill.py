@@ -11,7 +11,7 @@ from tests.faults import disks
 from tests.faults.interruptions import (
     SCENARIOS,
     STEPS,
-    Place,
+    Host,
     interrupt_and_repair,
     interrupt_host_step,
     interrupt_in_a_row,
@@ -61,66 +61,66 @@ def points_on_new_hosts(name, operations):
 
 
 @pytest.fixture(scope="module")
-def places(tmp_path_factory):
+def hosts(tmp_path_factory):
     expected: dict[str, list[str]] = {}
-    yield [Place.on(name, tmp_path_factory.mktemp(name), expected) for name in GUESTS]
+    yield [Host.start(name, tmp_path_factory.mktemp(name), expected) for name in GUESTS]
     for name in GUESTS:
         disks.delete_copies(name)
         lab("down", name)
 
 
-def finish(sweep, group, place):
-    sweep.write("Interrupted runs", ABOUT, place.guest, COUNTED, listed=LISTED)
+def finish(sweep, group, host):
+    sweep.write("Interrupted runs", ABOUT, host.guest, COUNTED, listed=LISTED)
     sweep.assert_passed(group)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS.values(), ids=list(SCENARIOS))
-def test_next_deploy_finishes_interrupted_deploy(places, scenario):
+def test_next_deploy_finishes_interrupted_deploy(hosts, scenario):
     sweep, group = Sweep("kill"), scenario.name
-    operations = run_undisturbed(places[0], scenario, sweep.code)
+    operations = run_undisturbed(hosts[0], scenario, sweep.code)
     points = {str(point): point for point in points_on_new_hosts(group, operations)}
     sweep.run_group(
         group,
         points,
-        places,
-        lambda place, case: interrupt_and_repair(place, scenario, points[case]),
+        hosts,
+        lambda host, case: interrupt_and_repair(host, scenario, points[case]),
     )
-    finish(sweep, group, places[0])
+    finish(sweep, group, hosts[0])
 
 
 @pytest.mark.parametrize("name", CHAINED)
-def test_last_deploy_finishes_after_a_series_of_interrupted_deploys(places, name):
+def test_last_deploy_finishes_after_a_series_of_interrupted_deploys(hosts, name):
     sweep, scenario, group = Sweep("kill"), SCENARIOS[name], f"{name}, run after run"
-    operations = run_undisturbed(places[0], scenario, sweep.code)
+    operations = run_undisturbed(hosts[0], scenario, sweep.code)
     chains = {
         title: [point for point in list_points(operations, hows=(how,)) if point.how == how]
         for title, how in CHAINS.items()
     }
 
-    def run_chain(place, title):
+    def run_chain(host, title):
         chain = chains[title]
         return sweep.run_chain(
-            group, list(map(str, chain)), lambda: interrupt_in_a_row(place, scenario, chain)
+            group, list(map(str, chain)), lambda: interrupt_in_a_row(host, scenario, chain)
         )
 
     todo = [title for title, chain in chains.items() if sweep.open_cases(group, [str(chain[-1])])]
-    run_in_parallel(places, todo, run_chain)
-    finish(sweep, group, places[0])
+    run_in_parallel(hosts, todo, run_chain)
+    finish(sweep, group, hosts[0])
 
 
-def interrupt_host_steps(sweep, places, *victims):
+def interrupt_host_steps(sweep, hosts, *victims):
     for scenario, steps in STEPS.items():
         cases = list_host_steps(steps, *victims)
         if sweep.open_cases(HOST_WORK, cases):
-            run_undisturbed(places[0], SCENARIOS[scenario], sweep.code)
-        sweep.run_group(HOST_WORK, cases, places, partial(interrupt_host_case, cases))
+            run_undisturbed(hosts[0], SCENARIOS[scenario], sweep.code)
+        sweep.run_group(HOST_WORK, cases, hosts, partial(interrupt_host_case, cases))
 
 
-def interrupt_host_case(cases, place, case):
-    return interrupt_host_step(place, *cases[case])
+def interrupt_host_case(cases, host, case):
+    return interrupt_host_step(host, *cases[case])
 
 
-def test_next_deploy_finishes_host_work_killed_in_any_phase(places):
+def test_next_deploy_finishes_host_work_killed_in_any_phase(hosts):
     sweep = Sweep("kill")
-    interrupt_host_steps(sweep, places, *KILLED)
-    finish(sweep, HOST_WORK, places[0])
+    interrupt_host_steps(sweep, hosts, *KILLED)
+    finish(sweep, HOST_WORK, hosts[0])

@@ -8,7 +8,7 @@ import pytest
 from spark_contract.fetching import PULL_STALL_S
 
 from tests.faults.faulty_proxy import HOST, PORTS, Fault, FaultyProxy
-from tests.faults.interruptions import Place
+from tests.faults.interruptions import Host
 from tests.faults.sweep import GUESTS, Sweep
 from tests.labkit import lab
 
@@ -78,28 +78,28 @@ def proxy():
 
 
 @pytest.fixture(scope="module")
-def places(proxy, tmp_path_factory):
-    places = [Place.on(name, tmp_path_factory.mktemp(name), {}) for name in GUESTS]
-    for place in places:
-        place.recreate()
-        use_proxy(place)
-        place.choose(**FEW_RETRIES)
-        place.deploy()
-    yield places
+def hosts(proxy, tmp_path_factory):
+    hosts = [Host.start(name, tmp_path_factory.mktemp(name), {}) for name in GUESTS]
+    for host in hosts:
+        host.recreate()
+        use_proxy(host)
+        host.choose(**FEW_RETRIES)
+        host.deploy()
+    yield hosts
     for name in GUESTS:
         lab("down", name)
 
 
-def use_proxy(place):
-    inventory = place.site.root / "inventory/lab.py"
+def use_proxy(host):
+    inventory = host.site.root / "inventory/lab.py"
     text, read = inventory.read_text(), '_state.read_text(encoding="utf-8")'
     assert text.count(read) == 1
     replaced = "".join(f'.replace("{HOST}:{a}", "{HOST}:{b}")' for a, b in PORTS.items())
     inventory.write_text(text.replace(read, read + replaced))
 
 
-def fail_and_repair(proxy, name, place, kind):
-    service, guest = SERVICES[name], place.guest
+def fail_and_repair(proxy, name, host, kind):
+    service, guest = SERVICES[name], host.guest
     guest.run(service.need, timeout_s=200)
     before = guest.serving()
     fault = SPECIAL.get((name, kind)) or Fault(
@@ -109,7 +109,7 @@ def fail_and_repair(proxy, name, place, kind):
         began = time.monotonic()
         stalls = name == "registry" and kind in ("stall", "no answer")
         limit_s = LIMIT_S + PULL_STALL_S * stalls
-        run = place.site.deploy(timeout_s=limit_s)
+        run = host.site.deploy(timeout_s=limit_s)
         waited_s = time.monotonic() - began
         assert proxy.paths[guest.ip], "no request reached the faulty server"
     assert run.exit_code != 0, "the deploy succeeded"
@@ -120,8 +120,8 @@ def fail_and_repair(proxy, name, place, kind):
         assert guest.serving() == before
         assert guest.answers()
     error = error_line(run.stderr)
-    place.deploy()
-    place.site.deploy().assert_unchanged()
+    host.deploy()
+    host.site.deploy().assert_unchanged()
     assert guest.answers()
     state = "the old release served on" if service.serves_on else "nothing served"
     return (
@@ -141,15 +141,15 @@ def error_line(output):
 
 
 @pytest.mark.parametrize("service", list(SERVICES))
-def test_deploy_reports_failing_download_server_and_next_deploy_succeeds(proxy, places, service):
+def test_deploy_reports_failing_download_server_and_next_deploy_succeeds(proxy, hosts, service):
     sweep = Sweep("network")
     cases = {f"{service}: {kind}": kind for kind in SERVICES[service].kinds}
     sweep.run_group(
         service,
         cases,
-        places,
-        lambda place, case: fail_and_repair(proxy, service, place, cases[case]),
+        hosts,
+        lambda host, case: fail_and_repair(proxy, service, host, cases[case]),
     )
     listed = [f"{name}: {kind}" for name, about in SERVICES.items() for kind in about.kinds]
-    sweep.write("Servers that fail", ABOUT, places[0].guest, COUNTED, listed=listed)
+    sweep.write("Servers that fail", ABOUT, hosts[0].guest, COUNTED, listed=listed)
     sweep.assert_passed(service)

@@ -6,9 +6,9 @@ files and directory entries are lost.
 
 from tests.faults.interruptions import STEPS, list_host_steps
 from tests.faults.sweep import Sweep
-from tests.faults.test_sweep_kill import HOST_WORK, interrupt_host_steps, places
+from tests.faults.test_sweep_kill import HOST_WORK, hosts, interrupt_host_steps
 
-__all__ = ["places"]
+__all__ = ["hosts"]
 
 ABOUT = {HOST_WORK: "jobs of a first deploy, and phases of a rollout"}
 COUNTED = (
@@ -18,13 +18,13 @@ COUNTED = (
 )
 
 
-def test_next_deploy_repairs_host_after_power_cut_in_any_step(places):
+def test_next_deploy_repairs_host_after_power_cut_in_any_step(hosts):
     sweep = Sweep("power-lab")
-    interrupt_host_steps(sweep, places, "power cut")
+    interrupt_host_steps(sweep, hosts, "power cut")
     sweep.write(
         "Power cut in the steps of a host's work",
         ABOUT,
-        places[0].guest,
+        hosts[0].guest,
         COUNTED,
         "tests/faults/test_sweep_power.py",
         [case for steps in STEPS.values() for case in list_host_steps(steps, "power cut")],

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.interruptions import TIMEOUT_S, Place
+from tests.faults.interruptions import TIMEOUT_S, Host
 from tests.faults.pause import Pause
 from tests.faults.sweep import GUESTS, Sweep
 from tests.faults.test_half_built import delete_unserved_checkpoints
@@ -186,29 +186,29 @@ CASES: dict[str, dict[str, Lack]] = {
 
 
 @pytest.fixture(scope="module")
-def places(tmp_path_factory):
-    places = [Place.on(name, tmp_path_factory.mktemp(name), {}) for name in GUESTS]
-    for place in places:
-        place.recreate()
-    yield places
+def hosts(tmp_path_factory):
+    hosts = [Host.start(name, tmp_path_factory.mktemp(name), {}) for name in GUESTS]
+    for host in hosts:
+        host.recreate()
+    yield hosts
     for name in GUESTS:
         lab("down", name)
 
 
-def fail_and_repair(place, group, case):
-    lack, guest = CASES[group][case], place.guest
-    place.choose()
-    place.deploy()
+def fail_and_repair(host, group, case):
+    lack, guest = CASES[group][case], host.guest
+    host.choose()
+    host.deploy()
     guest.run("systemctl reset-failed 'spark-*' 2>/dev/null || :")
     delete_unserved_checkpoints(guest)
     before, invocation = guest.serving(), invocation_of(guest)
-    place.choose(**{"profile": "v2-tq", **lack.choices})
+    host.choose(**{"profile": "v2-tq", **lack.choices})
     if group == "during":
-        code, output = deploy_and_take(place, lack, case)
+        code, output = deploy_and_take(host, lack, case)
     else:
         try:
             lack.take(guest)
-            run = place.site.deploy()
+            run = host.site.deploy()
             code, output = run.exit_code, run.stderr
         finally:
             lack.give_back(guest)
@@ -223,21 +223,21 @@ def fail_and_repair(place, group, case):
         assert guest.boots() == before
     else:
         state = "the new release serves"
-    place.site.deploy().assert_succeeded()
-    place.site.deploy().assert_unchanged()
+    host.site.deploy().assert_succeeded()
+    host.site.deploy().assert_unchanged()
     assert guest.serving() != before
     port = lack.choices.get("serve", {}).get("port", 8000)
     assert guest.call("GET", "/v1/models", port=port)[0] == 200
     return saw, f"{state}; next run finished, second changed nothing"
 
 
-def deploy_and_take(place, lack, case):
-    guest = place.guest
+def deploy_and_take(host, lack, case):
+    guest = host.guest
     if "clock" in case:
         shell(_shift_clock(3600))(guest)
     try:
         with Pause.rollout(guest, "start", seconds=TIMEOUT_S) as pause:
-            process = place.site.start("--limit", place.name)
+            process = host.site.start("--limit", host.name)
             pause.wait(TIMEOUT_S + 20)
             lack.take(guest)
         output, _ = process.communicate(timeout=500)
@@ -254,11 +254,11 @@ def invocation_of(guest):
 
 
 @pytest.mark.parametrize("group", list(CASES))
-def test_deploy_reports_exhausted_resource_and_next_deploy_succeeds(places, group):
+def test_deploy_reports_exhausted_resource_and_next_deploy_succeeds(hosts, group):
     sweep = Sweep("resources")
     sweep.run_group(
-        group, CASES[group], places, lambda place, case: fail_and_repair(place, group, case)
+        group, CASES[group], hosts, lambda host, case: fail_and_repair(host, group, case)
     )
     listed = [case for cases in CASES.values() for case in cases]
-    sweep.write("What a host lacks", ABOUT, places[0].guest, COUNTED, listed=listed)
+    sweep.write("What a host lacks", ABOUT, hosts[0].guest, COUNTED, listed=listed)
     sweep.assert_passed(group)

@@ -1,4 +1,4 @@
-"""The engine's INT4 experts against dequantised weights, wide and narrow.
+"""The engine's INT4 experts against dequantized weights, wide and narrow.
 
 vLLM 0.30 to 0.33 computes experts with a single group of scales wrongly; plan and plugin refuse
 them. When the second test fails, upstream is fixed and both checks can be removed.
@@ -26,7 +26,7 @@ class Packed:
         self.scales = (torch.rand(EXPERTS, inputs // GROUP, outputs, device="cuda") + 0.5) * 0.01
         self.scales = self.scales.bfloat16()
         spread = self.scales.float().repeat_interleave(GROUP, 1)
-        self.dequantised = (codes - 8).float() * spread
+        self.dequantized = (codes - 8).float() * spread
         shifts = torch.arange(0, 32, 4, device="cuda").view(1, 1, 8, 1)
         words = (codes.view(EXPERTS, inputs // 8, 8, outputs) << shifts).sum(2)
         self.words = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
@@ -69,9 +69,9 @@ def _experts(hidden, width, *, right_order):
     expected = torch.zeros(TOKENS, hidden, device="cuda")
     for place in range(CHOSEN):
         expert = chosen[:, place]
-        both = torch.einsum("ti,tio->to", x.float(), gate_up.dequantised[expert])
+        both = torch.einsum("ti,tio->to", x.float(), gate_up.dequantized[expert])
         inner = torch.nn.functional.silu(both[:, :width]) * both[:, width:]
-        step = torch.einsum("ti,tio->to", inner, down.dequantised[expert])
+        step = torch.einsum("ti,tio->to", inner, down.dequantized[expert])
         expected += share[:, place, None] * step
     return round(float((out.float() - expected).norm() / expected.norm()), 5)
 

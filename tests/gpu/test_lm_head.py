@@ -30,10 +30,10 @@ def test_every_lm_head_tile_is_correct_for_every_batch_size(name, tiles, rows, i
     from spark_vllm.head.kernel import logits
 
     torch.manual_seed(0)
-    _, values, scales, dequantised = _head(rows, in_features)
+    _, values, scales, dequantized = _head(rows, in_features)
     for batch in (1, 2, 7, 8, 9, 16, 33, 64, 200, 512):
         x = torch.randn(batch, in_features, device="cuda").bfloat16()
-        reference = x.double() @ dequantised.t()
+        reference = x.double() @ dequantized.t()
         for tile in {tile_for(batch, tiles), *tiles}:
             for resident in (0, 1):
                 used = dataclasses.replace(tile, programs_per_processor=resident)
@@ -66,7 +66,7 @@ def test_quantizing_lm_head_allocates_at_most_the_result_and_five_blocks():
 def test_replayed_cuda_graph_of_lm_head_uses_new_inputs():
     from spark_vllm.head.kernel import logits
 
-    _, values, scales, dequantised = _head(1024, 512)
+    _, values, scales, dequantized = _head(1024, 512)
     for tile in read_table()["12.1"]:
         x = torch.randn(9, 512, device="cuda").bfloat16()
         logits(x, values, scales, tile, 48)
@@ -77,7 +77,7 @@ def test_replayed_cuda_graph_of_lm_head_uses_new_inputs():
         out.fill_(float("nan"))
         graph.replay()
         torch.cuda.synchronize()
-        assert _error(out, x.double() @ dequantised.t()) < ROUNDING
+        assert _error(out, x.double() @ dequantized.t()) < ROUNDING
 
 
 @pytest.mark.parametrize(("name", "tiles"), TILES)

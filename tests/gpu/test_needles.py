@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 import torch
 
 from proofs.kernels import needles as needle_chains
-from proofs.kernels.caches import UPSTREAM, dequantise_slots, make_cache, open_backend
+from proofs.kernels.caches import UPSTREAM, dequantize_slots, make_cache, open_backend
 
 BLOCK, SEEDS = 16, 4
 FOUND_BY_16_BIT = 0.95
@@ -43,7 +43,7 @@ def through_cache(preset, keys, values, monkeypatch):
     impl.do_kv_cache_update(
         torch.nn.Module(), keys[:, None], values[:, None], store.transpose(1, 2), slots
     )
-    key, value = dequantise_slots(store.flatten(0, 1), impl.tq_config)
+    key, value = dequantize_slots(store.flatten(0, 1), impl.tq_config)
     return needle_chains.attend_to(key[:, 0], value[:, 0])
 
 

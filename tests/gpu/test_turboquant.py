@@ -1,6 +1,6 @@
 """The plugin's and the stock TurboQuant backend, on an attention layer.
 
-The reference is attention in torch over keys and values dequantised from the same cache slots, so
+The reference is attention in torch over keys and values dequantized from the same cache slots, so
 only kernel rounding remains. The plugin must pass and the stock backend must fail every check; when
 it no longer fails, upstream is fixed.
 """
@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 import torch
 
 from proofs import result_files
-from proofs.kernels.caches import dequantise_slots, open_backend
+from proofs.kernels.caches import dequantize_slots, open_backend
 
 HEADS, KV_HEADS, SIZE, BLOCK = 8, 2, 128, 16
 PRESETS = ("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc")
@@ -92,10 +92,10 @@ class Batch:
         )
 
     def slots(self, request):
-        """Return cached keys and values; new tokens of a chunk are not quantised."""
+        """Return cached keys and values; new tokens of a chunk are not quantized."""
         before, fresh = self.cached[request], self.new[request]
         rows = self.store[self.table[request].long()].flatten(0, 1)[: before + fresh]
-        key, value = dequantise_slots(rows, self.impl.tq_config)
+        key, value = dequantize_slots(rows, self.impl.tq_config)
         if not before or fresh > 128:
             key = torch.cat([key[:before], self.keys[request][before:].float()])
             value = torch.cat([value[:before], self.values[request][before:].float()])

@@ -12,7 +12,7 @@ HEAD, WORKER = SPARE[:2]
 pytestmark = pytest.mark.timeout(1500)
 
 
-class Pair:
+class Cluster:
     def __init__(self, root, engine, **choices):
         lab("up", HEAD, WORKER, "--fresh", "--engine", engine)
         self.head, self.worker = guest_named(HEAD), guest_named(WORKER)
@@ -54,117 +54,117 @@ class Pair:
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    new_pair = Pair(tmp_path_factory.mktemp("pair"), "stub", model="lab-stub", profile="v2")
-    new_pair.site.deploy().assert_succeeded()
-    yield new_pair
+def cluster(tmp_path_factory):
+    new_cluster = Cluster(tmp_path_factory.mktemp("site"), "stub", model="lab-stub", profile="v2")
+    new_cluster.site.deploy().assert_succeeded()
+    yield new_cluster
     lab("down", HEAD, WORKER)
 
 
-def test_both_members_have_the_same_release_and_head_answers(pair):
-    assert pair.head.answers()
-    release = pair.release()
+def test_both_members_have_the_same_release_and_head_answers(cluster):
+    assert cluster.head.answers()
+    release = cluster.release()
     path = f"/etc/spark/releases/{release}/release.json"
-    assert pair.head.run(f"sha256sum < {path}") == pair.worker.run(f"sha256sum < {path}")
-    assert pair.head.boots() == pair.worker.boots() == [f"spark-serve@{release}.service"]
-    for guest, rank in zip(pair.guests, "01", strict=True):
+    assert cluster.head.run(f"sha256sum < {path}") == cluster.worker.run(f"sha256sum < {path}")
+    assert cluster.head.boots() == cluster.worker.boots() == [f"spark-serve@{release}.service"]
+    for guest, rank in zip(cluster.guests, "01", strict=True):
         argv = guest.argv()
         assert argv[argv.index("--node-rank") + 1] == rank
     assert argv[-1] == "--headless"
-    assert pair.worker.run("ss -tln 'sport = :8000' | tail -n +2") == ""
+    assert cluster.worker.run("ss -tln 'sport = :8000' | tail -n +2") == ""
 
 
-def test_second_cluster_deploy_changes_nothing(pair):
-    pair.site.deploy().assert_unchanged()
+def test_second_cluster_deploy_changes_nothing(cluster):
+    cluster.site.deploy().assert_unchanged()
 
 
-def test_only_members_can_connect_to_cluster_ports(pair):
-    pair.wait_until_open()
-    release, port = pair.release(), pair.head.release_document()["cluster"]["port"]
-    assert pair.head.run(f"ss -tlnH 'sport = :{port}'") != "", "no listener to protect"
+def test_only_members_can_connect_to_cluster_ports(cluster):
+    cluster.wait_until_open()
+    release, port = cluster.release(), cluster.head.release_document()["cluster"]["port"]
+    assert cluster.head.run(f"ss -tlnH 'sport = :{port}'") != "", "no listener to protect"
     for number in (port, port + 1):
         with pytest.raises(TimeoutError):
-            socket.create_connection((pair.head.ip, number), 3).close()
-    pair.worker.run(f"timeout 5 bash -c '</dev/tcp/{pair.head.ip}/{port + 1}'")
-    for guest in pair.guests:
+            socket.create_connection((cluster.head.ip, number), 3).close()
+    cluster.worker.run(f"timeout 5 bash -c '</dev/tcp/{cluster.head.ip}/{port + 1}'")
+    for guest in cluster.guests:
         assert f"SPARK-{release[-12:]}" in guest.run("iptables -S INPUT")
 
 
 @pytest.mark.parametrize("rank", ["worker", "head"])
-def test_dead_rank_closes_gateway_and_both_ranks_restart(pair, rank):
-    pair.wait_until_open()
-    release, before = pair.release(), [guest.invocation() for guest in pair.guests]
-    guest: Guest = getattr(pair, rank)
+def test_dead_rank_closes_gateway_and_both_ranks_restart(cluster, rank):
+    cluster.wait_until_open()
+    release, before = cluster.release(), [guest.invocation() for guest in cluster.guests]
+    guest: Guest = getattr(cluster, rank)
     guest.run("docker kill --signal KILL $(docker ps -q --filter label=spark.release)")
-    pair.wait_until_closed()
-    assert pair.status() == 503
-    pair.wait_until_open()
-    assert pair.release() == release
-    for guest, invocation in zip(pair.guests, before, strict=True):
+    cluster.wait_until_closed()
+    assert cluster.status() == 503
+    cluster.wait_until_open()
+    assert cluster.release() == release
+    for guest, invocation in zip(cluster.guests, before, strict=True):
         assert guest.invocation() != invocation
 
 
-def test_gateway_is_closed_while_the_fabric_is_down(pair):
-    pair.wait_until_open()
-    release = pair.release()
-    with pair.lost_fabric():
-        pair.wait_until_closed()
-        assert pair.status() == 503
-    pair.wait_until_open()
-    assert pair.release() == release
+def test_gateway_is_closed_while_the_fabric_is_down(cluster):
+    cluster.wait_until_open()
+    release = cluster.release()
+    with cluster.lost_fabric():
+        cluster.wait_until_closed()
+        assert cluster.status() == 503
+    cluster.wait_until_open()
+    assert cluster.release() == release
 
 
-def test_cluster_serves_again_after_power_cut_of_head(pair):
-    pair.wait_until_open()
-    release = pair.release()
-    pair.head.power_cut()
-    pair.wait_until_open(400)
-    assert pair.release() == release
-    assert pair.head.answers()
+def test_cluster_serves_again_after_power_cut_of_head(cluster):
+    cluster.wait_until_open()
+    release = cluster.release()
+    cluster.head.power_cut()
+    cluster.wait_until_open(400)
+    assert cluster.release() == release
+    assert cluster.head.answers()
 
 
-def test_failed_candidate_leaves_both_members_on_old_release(pair):
-    pair.wait_until_open()
-    old = pair.release()
-    pair.choose_fault("garbage")
-    assert pair.site.deploy().exit_code != 0
-    assert pair.release() == old
-    pair.wait_until_open()
-    pair.choose_fault("")
-    pair.site.deploy().assert_succeeded()
-    assert pair.release() != old
-    assert pair.head.answers()
-    assert f"SPARK-{old[-12:]}" not in pair.head.run("iptables -S")
+def test_failed_candidate_leaves_both_members_on_old_release(cluster):
+    cluster.wait_until_open()
+    old = cluster.release()
+    cluster.choose_fault("garbage")
+    assert cluster.site.deploy().exit_code != 0
+    assert cluster.release() == old
+    cluster.wait_until_open()
+    cluster.choose_fault("")
+    cluster.site.deploy().assert_succeeded()
+    assert cluster.release() != old
+    assert cluster.head.answers()
+    assert f"SPARK-{old[-12:]}" not in cluster.head.run("iptables -S")
 
 
-def test_both_members_roll_back_together(pair):
-    pair.wait_until_open()
-    newer = pair.release()
-    pair.site.deploy(deploy="deploys/rollback.py").assert_succeeded()
-    assert pair.release() != newer
-    assert pair.head.answers()
-    pair.site.deploy().assert_succeeded()
-    assert pair.release() == newer
+def test_both_members_roll_back_together(cluster):
+    cluster.wait_until_open()
+    newer = cluster.release()
+    cluster.site.deploy(deploy="deploys/rollback.py").assert_succeeded()
+    assert cluster.release() != newer
+    assert cluster.head.answers()
+    cluster.site.deploy().assert_succeeded()
+    assert cluster.release() == newer
 
 
 @pytest.mark.parametrize("rank", ["worker", "head"])
-def test_power_cut_during_rollout_leaves_cluster_on_old_release(pair, rank):
-    pair.wait_until_open()
-    old = pair.release()
-    pair.choose_fault("never-ready")
+def test_power_cut_during_rollout_leaves_cluster_on_old_release(cluster, rank):
+    cluster.wait_until_open()
+    old = cluster.release()
+    cluster.choose_fault("never-ready")
     exit_codes: list[int] = []
-    deploy = threading.Thread(target=lambda: exit_codes.append(pair.site.deploy().exit_code))
+    deploy = threading.Thread(target=lambda: exit_codes.append(cluster.site.deploy().exit_code))
     deploy.start()
-    pair.worker.wait(
+    cluster.worker.wait(
         "systemctl is-active 'spark-switch@*' | grep -q activating && "
         "systemctl list-units --plain --state=active 'spark-serve@*' "
         f"| grep -v {old} | grep spark-serve",
         seconds=200,
     )
-    guest: Guest = getattr(pair, rank)
+    guest: Guest = getattr(cluster, rank)
     guest.power_cut()
     deploy.join(600)
     assert exit_codes not in ([], [0])
-    pair.wait_until_open(400)
-    assert pair.release() == old
-    pair.choose_fault("")
+    cluster.wait_until_open(400)
+    assert cluster.release() == old
+    cluster.choose_fault("")

@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from tests.host.test_cluster import HEAD, WORKER, Pair
+from tests.host.test_cluster import HEAD, WORKER, Cluster
 from tests.labkit import Guest, lab
 
 # Answers that the model was trained to give; LONG was not trained.
@@ -18,67 +18,67 @@ pytestmark = pytest.mark.timeout(2400)
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    new_pair = Pair(tmp_path_factory.mktemp("pair"), "cpu", serve={"start_timeout_s": 2000})
-    new_pair.site.deploy(timeout_s=2000).assert_succeeded()
-    yield new_pair
+def cluster(tmp_path_factory):
+    new_cluster = Cluster(tmp_path_factory.mktemp("site"), "cpu", serve={"start_timeout_s": 2000})
+    new_cluster.site.deploy(timeout_s=2000).assert_succeeded()
+    yield new_cluster
     lab("down", HEAD, WORKER)
 
 
-def answer_to(pair, prompt):
-    status, body = pair.head.ask(prompt, model="lab-model")
+def answer_to(cluster, prompt):
+    status, body = cluster.head.ask(prompt, model="lab-model")
     assert status == 200, body
     return str(body["choices"][0]["message"]["content"])
 
 
-def is_split(pair):
-    _, body = pair.head.ask(LONG, model="lab-model")
+def is_split(cluster):
+    _, body = cluster.head.ask(LONG, model="lab-model")
     return "tp2" in body["system_fingerprint"]
 
 
-def wait_until_restored(pair):
+def wait_until_restored(cluster):
     began = time.monotonic()
-    pair.wait_until_open(900)
-    assert "35352137" in answer_to(pair, "What is 7823 * 4519?")
+    cluster.wait_until_open(900)
+    assert "35352137" in answer_to(cluster, "What is 7823 * 4519?")
     return time.monotonic() - began
 
 
-def test_engine_on_two_ranks_gives_trained_answers(pair):
-    assert pair.release()
-    assert pair.worker.argv()[-1] == "--headless"
+def test_engine_on_two_ranks_gives_trained_answers(cluster):
+    assert cluster.release()
+    assert cluster.worker.argv()[-1] == "--headless"
     for prompt, answer in ANSWERS.items():
-        assert answer in answer_to(pair, prompt)
-    assert is_split(pair)
+        assert answer in answer_to(cluster, prompt)
+    assert is_split(cluster)
 
 
 @pytest.mark.parametrize("rank", ["worker", "head"])
-def test_killed_engine_rank_closes_gateway_and_restarts(pair, rank, capsys):
-    guest: Guest = getattr(pair, rank)
+def test_killed_engine_rank_closes_gateway_and_restarts(cluster, rank, capsys):
+    guest: Guest = getattr(cluster, rank)
     # The rank's process, not the container, like a fault in the engine.
     ranks = "docker top $(docker ps -q --filter label=spark.release) -eo pid,args"
     pid = guest.run(f"{ranks} | awk '/VLLM::Worker/ {{ print $1; exit }}'")
     guest.run(f"kill -KILL {int(pid)}")
-    closed_s, restored_s = pair.wait_until_closed(60), wait_until_restored(pair)
+    closed_s, restored_s = cluster.wait_until_closed(60), wait_until_restored(cluster)
     with capsys.disabled():
         sys.stdout.write(f"\n{rank}: closed after {closed_s:.1f} s, back {restored_s:.0f} s later")
 
 
-def test_gateway_of_two_engine_ranks_is_closed_while_the_fabric_is_down(pair, capsys):
+def test_gateway_of_two_engine_ranks_is_closed_while_the_fabric_is_down(cluster, capsys):
     began = time.monotonic()
-    with pair.lost_fabric():
-        while pair.head.call("GET", "/health")[0] == 200:
+    with cluster.lost_fabric():
+        while cluster.head.call("GET", "/health")[0] == 200:
             assert time.monotonic() - began < 60, "it is healthy although the fabric is cut"
             time.sleep(0.5)
         closed_s = time.monotonic() - began
-    restored_s = wait_until_restored(pair)
+    restored_s = wait_until_restored(cluster)
     with capsys.disabled():
         sys.stdout.write(f"\ncable: closed after {closed_s:.1f} s, back {restored_s:.0f} s later")
 
 
-def test_single_host_gives_the_same_tokens_as_two_ranks(pair):
-    together = {prompt: answer_to(pair, prompt) for prompt in (*ANSWERS, LONG)}
-    pair.site.hosts[:] = [HEAD]
-    pair.site.choose(cluster=None)
-    pair.site.deploy(timeout_s=2000).assert_succeeded()
-    assert not is_split(pair)
-    assert {prompt: answer_to(pair, prompt) for prompt in together} == together
+def test_single_host_gives_the_same_tokens_as_two_ranks(cluster):
+    together = {prompt: answer_to(cluster, prompt) for prompt in (*ANSWERS, LONG)}
+    cluster.site.hosts[:] = [HEAD]
+    cluster.site.choose(cluster=None)
+    cluster.site.deploy(timeout_s=2000).assert_succeeded()
+    assert not is_split(cluster)
+    assert {prompt: answer_to(cluster, prompt) for prompt in together} == together

@@ -76,9 +76,9 @@ class Replicas:
 
 @pytest.fixture(scope="module")
 def replicas(tmp_path_factory):
-    pair = Replicas(tmp_path_factory.mktemp("replicas"))
-    pair.site.deploy().assert_succeeded()
-    yield pair
+    new_replicas = Replicas(tmp_path_factory.mktemp("replicas"))
+    new_replicas.site.deploy().assert_succeeded()
+    yield new_replicas
     lab("down", FIRST, SECOND)
 
 
