@@ -139,17 +139,17 @@ def judge_rights(rights: dict[str, Any], engine: Container) -> dict[str, bool]:
 def run_kernels() -> dict[str, Any]:
     import torch
     from spark_vllm.head.kernel import logits
-    from spark_vllm.head.quantise import dequantise_rows, quantise_rows
+    from spark_vllm.head.quantize import dequantize_rows, quantize_rows
     from spark_vllm.head.tiles import read_table, tile_for
 
     torch.manual_seed(0)
     weight = torch.randn(2000, 1024, device="cuda").bfloat16()
     x = torch.randn(9, 1024, device="cuda").bfloat16()
-    values, scales = quantise_rows(weight)
+    values, scales = quantize_rows(weight)
     capability = ".".join(map(str, torch.cuda.get_device_capability()))
     tile = tile_for(len(x), read_table()[capability])
     compiled = torch.compile(lambda x: torch.softmax(x @ weight.t(), -1).float().sum(-1))
-    dequantised = dequantise_rows(values, scales, x.shape[1]).double()
+    dequantised = dequantize_rows(values, scales, x.shape[1]).double()
     return {
         "gpu": torch.cuda.get_device_name(),
         "cublas_error": _error(x @ weight.t(), x.double() @ weight.double().t()),

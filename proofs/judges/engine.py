@@ -224,10 +224,10 @@ def _compare_top_tokens(logits: torch.Tensor, reference: torch.Tensor) -> dict[s
 
 
 def _judge_triton_head(capture: Any, weights: Weights) -> Row:
-    from spark_vllm.head.quantise import dequantise_rows, quantise_rows
+    from spark_vllm.head.quantize import dequantize_rows, quantize_rows
 
     weight = weights.of(LM_HEAD)
-    own = dequantise_rows(*quantise_rows(weight), weight.shape[1])
+    own = dequantize_rows(*quantize_rows(weight), weight.shape[1])
     result_row = _compare_head(capture, "head-triton", own)
     hidden, logits = capture["head-triton"]["hidden"], capture["head-triton"]["logits"]
     against = relative(logits, hidden.double() @ weight.double().t())

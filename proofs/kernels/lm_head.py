@@ -22,7 +22,7 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1]), str(HERE.parents[1] / "files" /
 from spark_vllm.head.choice import list_head_batches, select_fastest  # noqa: E402 # after the path above
 from spark_vllm.head.compute import Head, make_marlin_head, measure_kernels  # noqa: E402
 from spark_vllm.head.kernel import logits  # noqa: E402
-from spark_vllm.head.quantise import quantise_rows  # noqa: E402
+from spark_vllm.head.quantize import quantize_rows  # noqa: E402
 from spark_vllm.head.tiles import Tile, read_table, tile_for  # noqa: E402
 from timing import graph_us, read_gb_per_s  # noqa: E402
 
@@ -69,7 +69,7 @@ def make_heads(
 def measure(in_features: int, tiles_name: str) -> dict[str, Any]:
     torch.manual_seed(0)
     weight = torch.randn(ROWS, in_features, device="cuda").bfloat16()
-    values, scales = quantise_rows(weight)
+    values, scales = quantize_rows(weight)
     tiles = read_table()[tiles_name]
     heads = make_heads(weight, values, scales, tiles)
     times: dict[str, dict[int, float]] = {name: {} for name in heads}
@@ -125,7 +125,7 @@ def heavy_tailed(in_features: int, tiles_name: str) -> dict[str, Any]:
         (65536, in_features)
     )
     heavy = heavy.bfloat16()
-    heads = make_heads(heavy, *quantise_rows(heavy), read_table()[tiles_name])
+    heads = make_heads(heavy, *quantize_rows(heavy), read_table()[tiles_name])
     return accuracy(heavy, heads, 64)
 
 

@@ -20,7 +20,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1]), str(HERE.parents[1] / "files" / "image")]
 
 from spark_vllm.head.compute import make_marlin_head  # noqa: E402 # after the path above
-from spark_vllm.head.quantize import quantise_rows  # noqa: E402
+from spark_vllm.head.quantize import quantize_rows  # noqa: E402
 from timing import graph_us, read_gb_per_s  # noqa: E402
 
 HIDDEN, WIDTH, LAYERS, BLOCK = 3072, 1024, 24, 128
@@ -67,7 +67,7 @@ def make_products(weight: Tensor) -> dict[str, Linear]:
             x[0], values, x[1], scales, [BLOCK, BLOCK], torch.bfloat16
         ),
         "fp8-marlin": make_fp8_marlin(values, scales),
-        "int8-marlin": make_marlin_head(*quantise_rows(weight)),
+        "int8-marlin": make_marlin_head(*quantize_rows(weight)),
     }
 
 

@@ -294,7 +294,7 @@ TRITON_EXPERTS_LINE = r"Using TRITON Unquantized MoE (LoRA )?backend"
 # NCCL before 2.29.3 is reported to deadlock on this CPU after some minutes.
 DEADLOCKING_NCCL_LINE = r"is using nccl==2\.(\d|1\d|2[0-8])\.|is using nccl==2\.29\.[0-2]\b"
 _FINITE_LINE = r"spark: all numbers of \d+ tensors and the logits of \d+ heads of \w+ are finite"
-_PORTABLE_LINE = r"spark portable mode: dequantised \d+ tensors to bfloat16"
+_PORTABLE_LINE = r"spark portable mode: dequantized \d+ tensors to bfloat16"
 
 
 def required_and_forbidden_lines(

@@ -15,7 +15,7 @@ from spark_vllm.check.rules import (
     Sources,
     Takes,
     bound_names,
-    normalise,
+    normalize,
 )
 from spark_vllm.check.table import Row
 
@@ -80,7 +80,7 @@ class Replace(ast.NodeTransformer):
 
 def without(expression: str) -> Mutation:
     def mutate(mutant: Mutant) -> None:
-        Replace(normalise(expression)).visit(mutant.find())
+        Replace(normalize(expression)).visit(mutant.find())
         ast.fix_missing_locations(mutant.tree)
 
     return mutate

@@ -85,7 +85,7 @@ def reference(engine, plain):
     return engine.answers(plain)[0]
 
 
-def test_installed_engine_passes_the_plugins_engine_check(engine):
+def test_installed_engine_passes_the_plugin_check(engine):
     result = engine.run("-m", "spark_vllm.check")
     assert re.search(r"vLLM 0\.32\.0 is compatible \(\d\d+ checks\)", result.stdout)
 
@@ -99,15 +99,17 @@ def test_plugin_dequantizes_tensors_bit_for_bit(engine, hybrid, work, overlay, p
     assert counts[0] == counts[1] > 200
 
 
-def test_portable_overlay_gives_the_same_tokens_as_the_plain_checkpoint(engine, overlay, reference):
+def test_portable_overlay_generates_the_same_tokens_as_the_plain_checkpoint(
+    engine, overlay, reference
+):
     answers, log = engine.answers(overlay, load_format="spark_portable")
     assert answers == reference
     assert "spark_inc: 12 FP8 block names in 8 modules, block_shape=[128, 128]" in log
-    assert re.search(r"spark portable mode: dequantised 128 tensors to bfloat16", log)
+    assert re.search(r"spark portable mode: dequantized 128 tensors to bfloat16", log)
     assert re.search(r"spark: all numbers of \d{2,} tensors and the logits of 1 heads of", log)
 
 
-def test_full_layout_with_drafts_gives_tokens_of_the_plain_checkpoint(
+def test_full_layout_with_drafts_generates_the_same_tokens_as_the_plain_checkpoint(
     engine, hybrid, work, reference
 ):
     full = hybrid.write(work / "full", layout="full", head="int8-g128")

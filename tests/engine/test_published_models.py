@@ -143,7 +143,7 @@ def test_planned_weight_bytes_equal_the_file_sizes(served, work, model):
 
 
 @pytest.mark.parametrize("model", [*DECODERS, "tiny-qwen3 by tiny-draft"])
-def test_planned_kv_cache_equals_the_size_in_the_engine_log(served, model):
+def test_planned_kv_cache_size_equals_the_size_in_the_engine_log(served, model):
     plans, _, logs = served
     assert plans[model].memory.unknown == ()
     logged = logged_cache_tokens(logs[model])

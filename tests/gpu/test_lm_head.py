@@ -13,11 +13,11 @@ BATCHES = [1, 2, 3, 8, 9, 12, 16, 17, 24, 32, 33, 64, 65, 200]
 
 
 def _head(rows, in_features):
-    from spark_vllm.head.quantise import dequantise_rows, quantise_rows
+    from spark_vllm.head.quantize import dequantize_rows, quantize_rows
 
     weight = torch.randn(rows, in_features, device="cuda").bfloat16()
-    values, scales = quantise_rows(weight, rows_per_block=700)
-    return weight, values, scales, dequantise_rows(values, scales, in_features).double()
+    values, scales = quantize_rows(weight, rows_per_block=700)
+    return weight, values, scales, dequantize_rows(values, scales, in_features).double()
 
 
 def _error(value, reference):
@@ -41,23 +41,23 @@ def test_every_lm_head_tile_is_correct_for_every_batch_size(name, tiles, rows, i
 
 
 def test_quantizing_lm_head_in_blocks_equals_quantizing_it_at_once():
-    from spark_vllm.head.quantise import quantise_rows
+    from spark_vllm.head.quantize import quantize_rows
 
     weight = torch.randn(1000, 300, device="cuda").bfloat16()
     for in_blocks, at_once in zip(
-        quantise_rows(weight, 64), quantise_rows(weight, 10**6), strict=True
+        quantize_rows(weight, 64), quantize_rows(weight, 10**6), strict=True
     ):
         assert torch.equal(in_blocks, at_once)
 
 
 def test_quantizing_lm_head_allocates_at_most_the_result_and_five_blocks():
-    from spark_vllm.head.quantise import ROWS_PER_BLOCK, quantise_rows
+    from spark_vllm.head.quantize import ROWS_PER_BLOCK, quantize_rows
 
     weight = torch.randn(16 * ROWS_PER_BLOCK, 1024, device="cuda", dtype=torch.bfloat16)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    values, scales = quantise_rows(weight)
+    values, scales = quantize_rows(weight)
     torch.cuda.synchronize()
     extra_bytes = torch.cuda.max_memory_allocated() - before - values.nbytes - scales.nbytes
     assert extra_bytes < 5 * ROWS_PER_BLOCK * 1024 * 4

@@ -36,7 +36,9 @@ def _folder(version):
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_older_engine_gives_the_answers_of_the_16_bit_reference(version, trees, tmp_path, results):
+def test_older_engine_gives_the_same_answers_as_the_16_bit_reference(
+    version, trees, tmp_path, results
+):
     before = [
         str(_folder(version)),
         str(CHECKOUT / "files/image"),

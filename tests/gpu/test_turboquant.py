@@ -151,7 +151,9 @@ def _workspace():
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_cached_requests_are_correct_next_to_a_longer_new_prompt(preset, monkeypatch, results):
+def test_requests_with_a_cached_prefix_are_correct_in_a_batch_with_a_longer_uncached_prompt(
+    preset, monkeypatch, results
+):
     errors, format_error = {}, {}
     for own in (False, True):
         batch = Batch(own, preset, monkeypatch)

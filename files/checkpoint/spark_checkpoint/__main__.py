@@ -31,12 +31,12 @@ from spark_checkpoint.verify import discard_base, verify_checkpoint
 
 _MAX_LINE_LENGTH = 4000
 _FIXES = {
-    errno.ENOSPC: "free space on this filesystem, then run it again to resume",
-    errno.EDQUOT: "raise the quota, then run it again to resume",
+    errno.ENOSPC: "free space on this filesystem, then run the command again to resume",
+    errno.EDQUOT: "raise the quota, then run the command again to resume",
     errno.EROFS: "mount the filesystem writable",
-    errno.EACCES: "run as root",
-    errno.EPERM: "run as root",
-    errno.EIO: "check the disk (dmesg)",
+    errno.EACCES: "run the command as root",
+    errno.EPERM: "run the command as root",
+    errno.EIO: "check the disk: see the kernel log (`dmesg`)",
 }
 
 
@@ -60,17 +60,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except HostToolError as error:
         return _fail(str(error), error.exit_code)
     except ModuleNotFoundError as error:
-        fix = "add the packages of requirements.txt to PYTHONPATH (deploys install them)"
-        return _fail(f"{error.name}: not found; fix: {fix}", InputError.code)
+        fix = "run the deploy again, or add the packages of requirements.txt to PYTHONPATH"
+        return _fail(f"{error.name}: is not installed; fix: {fix}", InputError.code)
     except OSError as error:
         where = error.filename or "this host"
         problem = error.strerror or str(error)
         if error.errno in (errno.ENOSPC, errno.EDQUOT) and error.filename:
             problem += f" ({describe_free_space(Path(os.fsdecode(error.filename)))})"
-        fix = _FIXES.get(error.errno or 0, "see the kernel log (dmesg)")
+        fix = _FIXES.get(error.errno or 0, "see the kernel log (`dmesg`)")
         return _fail(f"{where}: {problem}; fix: {fix}", TransferError.code)
     except KeyboardInterrupt:
-        message = "interrupted: the result is incomplete; fix: run it again to resume"
+        message = "interrupted: the result is incomplete; fix: run the command again to resume"
         return _fail(message, TransferError.code)
 
 
@@ -84,27 +84,27 @@ def _run(arguments: argparse.Namespace, progress: Progress) -> None:
     from spark_checkpoint.sources.fetch import fetch, fetch_layers
 
     if arguments.command == builder_api.FETCH:
-        fetch(files.load(FetchPlan, arguments.order, "is missing"), progress)
+        fetch(files.load(FetchPlan, arguments.plan, "is missing"), progress)
     elif arguments.command == builder_api.LAYERS:
-        order = files.load(LayersPlan, arguments.order, "is missing")
-        fetch_layers(order, arguments.manifests, progress)
+        plan = files.load(LayersPlan, arguments.plan, "is missing")
+        fetch_layers(plan, arguments.manifests, progress)
     else:
         copies = arguments.or_copy and files.load(CopyPlan, arguments.or_copy, "is missing")
         if arguments.command == builder_api.BUILD:
             from spark_checkpoint.build.build import build
 
-            build(read_build_plan(arguments.order), progress, copies)
+            build(read_build_plan(arguments.plan), progress, copies)
         else:
             from spark_checkpoint.requantize import requantize
 
-            requantize(files.load(RequantizePlan, arguments.order, "is missing"), progress, copies)
+            requantize(files.load(RequantizePlan, arguments.plan, "is missing"), progress, copies)
 
 
 def _inspect(arguments: argparse.Namespace) -> None:
     from spark_checkpoint.inspection import describe, format_report, open_checkpoint, report
     from spark_checkpoint.plan_checks import check_sources_by_headers, match_plan
 
-    # A user is waiting.
+    # A user is waiting, so use more connections and fewer tries.
     transfer = TransferOptions(token_file=arguments.token_file, parallel=8, tries=3)
     documents = (CONFIG, GENERATION, TOKENIZER) if arguments.all_documents else (CONFIG,)
     checkpoint = open_checkpoint(
@@ -113,7 +113,7 @@ def _inspect(arguments: argparse.Namespace) -> None:
     if arguments.command == builder_api.DESCRIBE:
         text = json.dumps(to_plain(describe(checkpoint)))
     elif arguments.command == builder_api.CHECK_SOURCES:
-        plan = read_build_plan(arguments.order)
+        plan = read_build_plan(arguments.plan)
         text = json.dumps(to_plain(check_sources_by_headers(checkpoint, plan)))
     else:
         plans = map(read_build_plan, arguments.against)
@@ -127,7 +127,7 @@ def read_build_plan(path: Path) -> BuildPlan:
     if plan.recipe_version not in (None, RECIPE_VERSION):
         raise InputError(
             str(path),
-            f"requires recipe version {plan.recipe_version}, this builder has {RECIPE_VERSION}",
+            f"requires recipe version {plan.recipe_version}, but this builder has {RECIPE_VERSION}",
             "install the host tools of the plan's release, or plan again",
         )
     return plan
@@ -151,7 +151,7 @@ def _parser() -> argparse.ArgumentParser:
         prog=builder_api.BUILDER,
         description="Download, build and verify checkpoints.",
         epilog="exit codes: 0 ok, 2 invalid input, 3 sources or host do not match the plan, "
-        "4 I/O or network, 5 checkpoint differs from the receipt",
+        "4 I/O or network error, 5 checkpoint differs from the receipt",
     )
     parser.add_argument(
         "--version", action="version", version=f"{TOOL_VERSION} recipe {RECIPE_VERSION}"
@@ -164,15 +164,18 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument(argument, type=Path, metavar=metavar)
         return command
 
-    add_command(builder_api.FETCH, "download a repository at a commit", order="FETCH.json")
+    add_command(builder_api.FETCH, "download a repository at a commit", plan="FETCH.json")
     layers_help = "download the blobs and manifests of an image"
-    add_command(builder_api.LAYERS, layers_help, order="LAYERS.json", manifests="DIR")
-    build = add_command(builder_api.BUILD, "build the checkpoint of a plan", order="PLAN.json")
+    add_command(builder_api.LAYERS, layers_help, plan="LAYERS.json", manifests="DIR")
+    build = add_command(builder_api.BUILD, "build the checkpoint of a plan", plan="PLAN.json")
     requantize_help = "quantize a 16-bit repository with AutoRound"
-    requantize = add_command(builder_api.REQUANTIZE, requantize_help, order="REQUANTIZE.json")
+    requantize = add_command(builder_api.REQUANTIZE, requantize_help, plan="REQUANTIZE.json")
     for command in (build, requantize):
         command.add_argument(
-            builder_api.OR_COPY, type=Path, metavar="COPY.json", help="peers that have the result"
+            builder_api.OR_COPY,
+            type=Path,
+            metavar="COPY.json",
+            help="copy the result from peers if possible",
         )
     verify = add_command(builder_api.VERIFY, "check a checkpoint against the receipt", dir="DIR")
     depth = verify.add_mutually_exclusive_group()
@@ -191,7 +194,7 @@ def _parser() -> argparse.ArgumentParser:
         help="checkpoint built from this base",
     )
     check = add_command(
-        builder_api.CHECK_SOURCES, "check base and donor by their headers", order="PLAN.json"
+        builder_api.CHECK_SOURCES, "check base and donor by their headers", plan="PLAN.json"
     )
     describe = add_command(
         builder_api.DESCRIBE, "print the tensors an engine loads, and config.json"

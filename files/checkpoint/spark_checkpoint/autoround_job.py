@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(os.environ.get("SPARK_ROOT", "/"))  # benchmarks set a different root
+ROOT = Path(os.environ.get("SPARK_ROOT", "/"))  # set by benchmarks
 MODEL, WORK, CALIBRATION, PACKAGES = (
     ROOT / name for name in ("model", "work", "calibration.jsonl", "packages")
 )
@@ -22,14 +22,14 @@ def main() -> None:
     # The first process of a container ignores signals without a handler.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     started = time.monotonic()
-    order = json.loads((WORK / "order.json").read_text())
+    job = json.loads((WORK / "order.json").read_text())
     set_environment()
     sys.path.append(str(PACKAGES))  # last, so that packages of the image take precedence
-    result = quantize(order)
+    result = quantize(job)
     versions = {name: version(name) for name in ("auto-round", "torch", "transformers")}
     seconds = round(time.monotonic() - started)
-    done = {"tree": result.name, "versions": versions, "seconds_of_last_run": seconds}
-    write_json(WORK / "done.json", done)
+    summary = {"tree": result.name, "versions": versions, "seconds_of_last_run": seconds}
+    write_json(WORK / "done.json", summary)
 
 
 def set_environment() -> None:
@@ -43,33 +43,33 @@ def set_environment() -> None:
     }
 
 
-def quantize(order: dict[str, Any]) -> Path:
+def quantize(job: dict[str, Any]) -> Path:
     import torch
     from auto_round import AutoRound
     from auto_round.utils.missing_tensors import copy_missing_tensors_from_source
 
     torch.set_num_threads(os.cpu_count() or 1)
-    unpacked = list_unpacked_modules(set(order["int4"]))
+    unpacked = list_unpacked_modules(set(job["int4"]))
     on_gpu = torch.cuda.is_available()
     rounding = AutoRound(
         str(MODEL),
         scheme="W4A16",
-        iters=order["iters"],
-        nsamples=order["nsamples"],
-        seqlen=order["seqlen"],
-        batch_size=order["batch"],
-        dataset=read_calibration(order) if order["iters"] else None,
+        iters=job["iters"],
+        nsamples=job["nsamples"],
+        seqlen=job["seqlen"],
+        batch_size=job["batch"],
+        dataset=read_calibration(job) if job["iters"] else None,
         layer_config={name: dict(_SIXTEEN_BITS) for name in unpacked},
         device_map=0 if on_gpu else "cpu",
         enable_torch_compile=on_gpu,
-        disable_opt_rtn=not order["iters"],  # would need calibration text
+        disable_opt_rtn=not job["iters"],  # would need calibration text
         disable_model_free=True,
         seed=42,
     )
     rounding.quantize_and_save(output_dir=str(OUTPUT), format="auto_round")
     [config] = OUTPUT.glob("*/config.json")
     result = config.parent
-    configure_drafter(config, order["drafter_kept"])
+    configure_drafter(config, job["drafter_kept"])
     copy_missing_tensors_from_source(str(MODEL), str(result))
     for path in sorted(MODEL.iterdir()):
         # AutoRound changes tokenizer, templates and processors: copy the published files.
@@ -79,7 +79,7 @@ def quantize(order: dict[str, Any]) -> Path:
     return result
 
 
-def read_calibration(order: dict[str, Any]) -> list[dict[str, Any]]:
+def read_calibration(job: dict[str, Any]) -> list[dict[str, Any]]:
     """Return batches of token sequences of equal length from the calibration text.
 
     AutoRound's reader needs a network, which the container lacks.
@@ -90,15 +90,15 @@ def read_calibration(order: dict[str, Any]) -> list[dict[str, Any]]:
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     texts = [json.loads(line)["text"] for line in CALIBRATION.read_text().splitlines()]
     tokens = [token for text in texts for token in tokenizer(text)["input_ids"]]
-    needed = order["nsamples"] * order["seqlen"]
+    needed = job["nsamples"] * job["seqlen"]
     if len(tokens) < needed:
         sys.exit(f"the calibration text has {len(tokens)} tokens, but {needed} are required")
-    # Distributed over the text, because adjacent texts are often similar.
-    length = order["seqlen"]
-    starts = [index * (len(tokens) - length) // order["nsamples"]
-              for index in range(order["nsamples"])]  # fmt: skip
+    # Sample evenly from the whole text, because adjacent texts are often similar.
+    length = job["seqlen"]
+    starts = [index * (len(tokens) - length) // job["nsamples"]
+              for index in range(job["nsamples"])]  # fmt: skip
     rows = torch.tensor([tokens[start : start + length] for start in starts])
-    return [{"input_ids": batch, "use_cache": False} for batch in rows.split(order["batch"])]
+    return [{"input_ids": batch, "use_cache": False} for batch in rows.split(job["batch"])]
 
 
 def list_unpacked_modules(packed: set[str]) -> list[str]:

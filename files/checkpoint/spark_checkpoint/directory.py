@@ -85,7 +85,7 @@ def read_checkpoint(directory: Path) -> Checkpoint:
         fix = "download the source again"
         raise ValidationError(str(directory), "has no .safetensors file", fix)
     with disabled_garbage_collection():
-        # Read the index first: its text (up to 40 MB) is freed before the headers are loaded.
+        # Read the index first, so that its text (up to 40 MB) is freed before the headers load.
         index = read_index(directory)
         interned = {name: name for name in index or ()}
         shards = {name: read_header(directory / name, interned) for name in names}
@@ -116,14 +116,14 @@ def _check_index(where: str, index: Mapping[str, str], shards: dict[str, Header]
     for name, shard in index.items():
         if shard not in shards:
             fix = "download the source again"
-            raise ValidationError(where, f"names a missing shard {shard}", fix)
+            raise ValidationError(where, f"lists the shard {shard}, which is missing", fix)
         if name not in shards[shard].tensors:
             fix = "use another commit, or download the source again"
-            raise ValidationError(where, f"lists {name} in {shard}, but the header lacks it", fix)
+            raise ValidationError(where, f"lists {name} in {shard}, but that file lacks it", fix)
 
 
 def read_index(directory: Path) -> dict[str, str] | None:
-    """Return the shard of each tensor, or None without an index."""
+    """Return the shard of each tensor, or None if there is no index."""
     path = directory / INDEX_NAME
     if not path.exists():
         return None
@@ -142,7 +142,7 @@ def parse_object(raw: bytes, where: str, fix: str) -> dict[str, Any]:
     try:
         document = json.loads(raw.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValidationError(where, f"is not JSON ({error})", fix) from error
+        raise ValidationError(where, f"is not valid JSON ({error})", fix) from error
     if not isinstance(document, dict):
         raise ValidationError(where, "is not a JSON object", fix)
     return document

@@ -30,10 +30,10 @@ def parse_weight_map(
             return names
         document = json.loads(raw.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValidationError(where, f"is not JSON ({error})", fix) from error
+        raise ValidationError(where, f"is not valid JSON ({error})", fix) from error
     names = document.get(_WEIGHT_MAP) if isinstance(document, dict) else None
     if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
-        raise ValidationError(where, "has no weight_map of names to files", fix)
+        raise ValidationError(where, "has no weight_map from tensor names to files", fix)
     return {name: file for name, file in names.items() if keep(name)}
 
 
@@ -126,12 +126,12 @@ class Header(NamedTuple):
 def header_json_bytes(first: bytes, file_bytes: int, where: str) -> int:
     """Return the length of the JSON, from the first 8 bytes of a file of ``file_bytes``."""
     if len(first) < 8 or file_bytes < 8:
-        _reject(where, f"is only {file_bytes} bytes long, too short for a header")
+        _reject(where, f"has only {file_bytes} bytes, too few for a header")
     length = int.from_bytes(first[:8], "little")
     if length > HEADER_LIMIT_BYTES:
-        _reject(where, f"header of {length} bytes exceeds the limit of {HEADER_LIMIT_BYTES}")
+        _reject(where, f"{length}-byte header exceeds the limit of {HEADER_LIMIT_BYTES} bytes")
     if 8 + length > file_bytes:
-        _reject(where, f"header needs {length} bytes but the file ends at byte {file_bytes}")
+        _reject(where, f"header needs {length} bytes, but the file ends at byte {file_bytes}")
     return length
 
 
@@ -147,7 +147,7 @@ def parse_header(
     if metadata is None:
         metadata = {}
     elif not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        _reject(where, f"{METADATA_KEY} must map text to text")
+        _reject(where, f"{METADATA_KEY} must map strings to strings")
     interned = interned or {}
     entries = [
         (interned.get(name, name), _parse_tensor(name, entry, where))
@@ -158,11 +158,17 @@ def parse_header(
     for name, tensor in entries:
         if tensor.begin != position:
             kind = "overlaps the previous tensor" if tensor.begin < position else "leaves a hole"
-            _reject(where, f"tensor {name!r} {kind}: begins at {tensor.begin}, not {position}")
+            _reject(
+                where,
+                f"tensor {name!r} {kind}: it begins at byte {tensor.begin}, expected {position}",
+            )
         position = tensor.end
     data_start = 8 + len(raw)
     if data_start + position != file_bytes:
-        _reject(where, f"tensors end at byte {data_start + position} of {file_bytes}")
+        _reject(
+            where,
+            f"tensors end at byte {data_start + position}, but the file has {file_bytes} bytes",
+        )
     return Header(dict(entries), metadata, data_start, position)
 
 
@@ -194,7 +200,9 @@ def format_header(
     raw = json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
     raw += b" " * (-len(raw) % 8)
     if len(raw) > HEADER_LIMIT_BYTES:
-        _reject("new header", f"{len(raw)} bytes exceed the limit of {HEADER_LIMIT_BYTES}")
+        _reject(
+            "new header", f"{len(raw)}-byte header exceeds the limit of {HEADER_LIMIT_BYTES} bytes"
+        )
     return len(raw).to_bytes(8, "little") + raw
 
 
@@ -213,7 +221,9 @@ def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def _reject(where: str, what: str) -> NoReturn:
-    raise ValidationError(where, what, "download the file again: it is damaged or not safetensors")
+    raise ValidationError(
+        where, what, "download the file again, because it is damaged or not a safetensors file"
+    )
 
 
 def _parse_json(raw: bytes, where: str) -> dict[str, Any]:
@@ -247,20 +257,20 @@ def _parse_tensor(name: str, entry: Any, where: str) -> Tensor:
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         _reject(where, f"tensor {name!r} has the unknown dtype {str(dtype)[:40]!r}")
     if not isinstance(shape, list):
-        _reject(where, f"tensor {name!r} has the bad shape {str(shape)[:60]}")
+        _reject(where, f"tensor {name!r} has the invalid shape {str(shape)[:60]}")
     if (
         not isinstance(offsets, list)
         or len(offsets) != 2
         or not all(type(offset) is int and 0 <= offset < _COUNT_LIMIT for offset in offsets)
     ):
-        _reject(where, f"tensor {name!r} has bad data_offsets {str(offsets)[:60]}")
+        _reject(where, f"tensor {name!r} has invalid data_offsets {str(offsets)[:60]}")
     begin, end = offsets
     try:
         dtype, shape, size = _parse_shape(dtype, str(shape))
     except ValueError as error:
         _reject(where, f"tensor {name!r} {error}")
     if end - begin != size:
-        _reject(where, f"tensor {name!r} spans {end - begin} bytes but its shape needs {size}")
+        _reject(where, f"tensor {name!r} has {end - begin} bytes, but its shape needs {size}")
     return Tensor(dtype, shape, begin, end)
 
 
@@ -268,10 +278,10 @@ def _parse_tensor(name: str, entry: Any, where: str) -> Tensor:
 def _parse_shape(dtype: str, shape_text: str) -> tuple[str, tuple[int, ...], int]:
     """Return dtype, shape and size in bytes.
 
-    Results are cached, because a model repeats few shapes. The shape is text, because the cache
-    would treat true and 1.0 like 1.
+    Results are cached, because a model repeats few shapes. The shape is a string, because the
+    cache would treat true and 1.0 like 1.
     """
     if not _SHAPE.fullmatch(shape_text):
-        raise ValueError(f"has the bad shape {shape_text[:60]}")
+        raise ValueError(f"has the invalid shape {shape_text[:60]}")
     shape = tuple(int(length) for length in re.findall(r"\d+", shape_text))
     return dtype, shape, tensor_bytes(dtype, shape)

@@ -65,7 +65,7 @@ def open_checkpoint(
         return _open_directory(directory)
     match = _REPOSITORY.fullmatch(source)
     if not match or source.startswith("/"):
-        problem = "is neither a directory nor org/name[@revision]"
+        problem = "is neither an existing directory nor org/name[@revision]"
         raise InputError(source, problem, "check the spelling")
     name, revision = match[1], match[2] or "main"
     hub = (endpoint or os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/")
@@ -79,7 +79,7 @@ def open_checkpoint(
     if not re.fullmatch(COMMIT, commit):
         problem = f"has the invalid commit {commit[:60]!r} in the hub's response"
         raise ValidationError(name, problem, "set the endpoint to a Hugging Face hub")
-    # Read by commit, because a push in between would mix two revisions.
+    # Read by commit, because a push during the inspection would mix two revisions.
     files = RepositoryFiles(f"{hub}/{name}/resolve/{commit}/", transfer)
     present = {
         path: size
@@ -110,7 +110,7 @@ def open_checkpoint(
 def _open_directory(directory: Path) -> InspectedCheckpoint:
     paths = sorted(directory.glob("*.safetensors"))
     if not paths:
-        fix = "name the directory of a model"
+        fix = "pass the directory of a model"
         raise ValidationError(str(directory), "has no .safetensors file", fix)
     config = directory / CONFIG_NAME
     summary = "none"
@@ -141,7 +141,7 @@ def _parse_listing(listing: Mapping[str, Any], name: str) -> dict[str, int | Non
     return sizes
 
 
-# The part of the model that a tensor belongs to; the first match counts.
+# The part of the model that a tensor belongs to; the first matching pattern decides.
 _PART_PATTERNS = {
     "drafter": re.compile(r"(^|\.)mtp(_block)?\."),
     "vision": re.compile(
@@ -155,8 +155,8 @@ def describe(checkpoint: InspectedCheckpoint) -> RepositoryDescription:
     """Summarize headers and documents of the files in the index."""
     loaded = set(checkpoint.index.values()) if checkpoint.index else set(checkpoint.shards)
     if missing := sorted(loaded - checkpoint.shards.keys()):
-        problem = f"its index names {len(missing)} missing files, first {missing[0][:60]!r}"
-        fix = "use another commit: no engine can load this one"
+        problem = f"the index lists {len(missing)} missing files, such as {missing[0][:60]!r}"
+        fix = "use another commit, because no engine can load this one"
         raise ValidationError(checkpoint.source, problem, fix)
     shards = {name: header for name, header in checkpoint.shards.items() if name in loaded}
     tensors, copies = used_tensors(shards)
@@ -182,7 +182,7 @@ def _model_part(name: str, drafter_layer: int | None) -> str:
 
 
 def _first_drafter_layer(config: Mapping[str, Any]) -> int | None:
-    """Return the number of the first drafter layer, if it follows the model's (DeepSeek)."""
+    """Return the first drafter layer's number if drafter layers follow the model's (DeepSeek)."""
     text = config.get("text_config")
     values = {**config, **(text if isinstance(text, dict) else {})}
     layers = values.get("num_hidden_layers")
@@ -193,7 +193,7 @@ def _first_drafter_layer(config: Mapping[str, Any]) -> int | None:
 
 _LAYER = re.compile(r"^model\.language_model\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
-# The group that a tensor belongs to; the first match counts.
+# The group that a tensor belongs to; the first matching pattern decides.
 _GROUP_PATTERNS = {
     "MTP experts": r"^mtp\..*\.experts\.",
     "MTP other": r"^mtp\.",
@@ -219,7 +219,7 @@ def used_tensors(shards: Mapping[str, Header]) -> tuple[dict[str, Tensor], dict[
 
 
 def group_and_dtype(name: str, tensor: Tensor) -> tuple[str, str]:
-    matching = (group for group, form in _GROUP_PATTERNS.items() if re.search(form, name))
+    matching = (group for group, pattern in _GROUP_PATTERNS.items() if re.search(pattern, name))
     return next(matching, "other"), tensor.dtype
 
 
@@ -362,7 +362,7 @@ def format_report(data: Mapping[str, Any]) -> str:
     if data.get("against"):
         lines += ["", f"  {'compared with':<24}{'as':<10}"]
         for row in sorted(data["against"], key=lambda row: not row["fits"]):
-            verdict = "fits" if row["fits"] else "no"
+            verdict = "matches" if row["fits"] else "differs"
             result = f"{verdict}: {row['why'].split(' (')[0]}"
             lines.append(f"  {row['plan']:<24}{row['part']:<10}{result}")
     return "\n".join(lines)

@@ -26,7 +26,7 @@ def to_floats(raw: bytes, dtype: str, shape: tuple[int, ...]) -> Floats:
         return from_bf16_bits(np.frombuffer(raw, "<u2")).reshape(shape)
     if dtype not in _NUMPY_DTYPES:
         fix = "use a checkpoint with BF16, F16 or F32 weights"
-        raise ValidationError("tensor", f"has dtype {dtype}, expected BF16, F16 or F32", fix)
+        raise ValidationError("tensor", f"has the dtype {dtype}, expected BF16, F16 or F32", fix)
     return np.frombuffer(raw, _NUMPY_DTYPES[dtype]).astype(np.float32).reshape(shape)
 
 
@@ -80,7 +80,7 @@ def repeat_scales(scales: Floats, shape: tuple[int, int], block: tuple[int, int]
 
 
 def dequantize(codes: Codes, scales: Floats, block: tuple[int, int]) -> Floats:
-    """Return FP8 weights as float32: value of the code times scale of the block."""
+    """Return FP8 weights as float32: each code's value times its block's scale."""
     result: Floats = from_e4m3(codes)
     result *= repeat_scales(scales, (codes.shape[0], codes.shape[1]), block)
     return result
@@ -111,20 +111,21 @@ def quantize_blocks(weights: Floats, block: tuple[int, int]) -> tuple[Codes, Wor
 #   for symmetric quantization (``uint4b8``, ``uint8b128``).
 GROUP = 128
 WORD_BITS = 32
-# Maximum relative error: rounding to INT4 in groups of 128 causes about 0.1, and comparing with the
-# wrong weight more than 1.
+# Maximum relative error. Rounding to INT4 in groups of 128 causes about 0.1; comparing with the
+# wrong weight gives more than 1.
 INT4_LIMIT = 0.25
 ZERO_POINT_BYTES = {4: 0x77, 8: 0x7F}
 # Candidate scales, in BF16 steps from largest / 127 or largest / 7; the first of equal candidates
-# wins. Smaller scales clip more than they gain (INT8: always; INT4: for normal distributions).
+# wins. Even smaller scales would clip more than they gain: for INT8 always, and for INT4 if weights
+# are normally distributed.
 _SCALE_STEPS = {4: tuple(range(0, -64, -8)), 8: (0, 1, -1, -2, -3, -4, -5, -6)}
 
 
 class QuantizedRows(NamedTuple):
     codes: Codes
     scales: Words  # BF16 bits, [rows, in / group]
-    error: float  # squared
-    power: float
+    squared_error: float
+    squared_weights: float
 
 
 def quantize_rows(weights: Floats, bits: int) -> QuantizedRows:
@@ -153,7 +154,7 @@ def quantize_rows(weights: Floats, bits: int) -> QuantizedRows:
 
 
 def packed_tensors(shape: tuple[int, ...], bits: int) -> dict[str, tuple[str, tuple[int, int]]]:
-    """Return dtype and shape of each tensor of a packed weight, by suffix."""
+    """Map suffixes of a packed weight's tensors to their dtypes and shapes."""
     (outputs, inputs), codes_per_word = shape, WORD_BITS // bits
     return {
         ".qweight": ("I32", (inputs // codes_per_word, outputs)),

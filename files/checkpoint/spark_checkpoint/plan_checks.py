@@ -12,7 +12,7 @@ from spark_checkpoint.directory import CONFIG_NAME, checkpoint_from_headers, nat
 from spark_checkpoint.errors import ValidationError
 from spark_checkpoint.inspection import InspectedCheckpoint, original_name, used_tensors
 
-# By shared experts of a plan: the part of the plan to compare with, and the kind of result.
+# For each setting of shared experts, the part of the plan to compare with and the kind of result.
 _PARTS = {"keep": "base", "fp8-base": "hybrid", "fp8-donor": "donor"}
 _KINDS = {
     "fp8-donor": "hybrid",
@@ -42,7 +42,7 @@ def check_sources_by_headers(checkpoint: InspectedCheckpoint, plan: BuildPlan) -
 
 
 def match_plan(checkpoint: InspectedCheckpoint, plan: BuildPlan) -> dict[str, Any]:
-    """Return whether a checkpoint matches a part of a plan, and why."""
+    """Return whether a checkpoint matches a part of a plan, and the reason."""
     part = _PARTS.get(plan.shared_experts, plan.shared_experts)
     try:
         why = (
@@ -78,17 +78,16 @@ def _match_donor(checkpoint: InspectedCheckpoint, plan: BuildPlan) -> str:
                 tensors[module + tensor_sets.SCALE],
             )
             tensor_sets.check_donor_shapes(module, planned, weight, scale)
-            tensor_sets.check_fp8_pair(
+            tensor_sets.check_fp8_weight(
                 f"donor {module}", planned.weight, weight, scale, plan.block_shape
             )
     return f"the plan's donor, with {len(modules)} modules"
 
 
 def match_plan_names(checkpoint: InspectedCheckpoint, plan: BuildPlan) -> str:
-    """Return whether a checkpoint is the base or the result of a plan.
+    """Return a text that states whether a checkpoint is the base or the result of a plan.
 
-    Raises:
-        ValidationError: it is neither.
+    Raise ValidationError if it is neither.
     """
     if checkpoint.index:
         # Shards of an overlay still have the replaced tensors, but an engine loads only the index.
@@ -101,10 +100,10 @@ def match_plan_names(checkpoint: InspectedCheckpoint, plan: BuildPlan) -> str:
         names = set(used_tensors(checkpoint.shards)[0])
     new = {name for new_names in tensor_sets.replacement_names(plan).values() for name in new_names}
     expected = expand_all(tensor_sets.base_patterns(plan))
-    overlaid = any(name != original_name(name) for name in names)
-    if overlaid or not (new - expected).isdisjoint(names):
+    is_overlay = any(name != original_name(name) for name in names)
+    if is_overlay or not (new - expected).isdisjoint(names):
         tensor_sets.check_result_names(
-            checkpoint.source, names, plan, "overlay" if overlaid else "full"
+            checkpoint.source, names, plan, "overlay" if is_overlay else "full"
         )
         return f"a {_KINDS[plan.shared_experts]} with exactly the plan's names"
     mtp = expand_all(plan.mtp_tensors)

@@ -33,18 +33,20 @@ class Progress:
         if self._thread.is_alive():
             self._thread.join()
 
-    def phase(self, name: str, total_bytes: int | None = None, *, done_bytes: int = 0) -> None:
+    def start_phase(
+        self, name: str, total_bytes: int | None = None, *, done_bytes: int = 0
+    ) -> None:
         """Start a phase; the rate excludes ``done_bytes`` of earlier runs."""
         with self._lock:
             self._phase, self._total_bytes = name, total_bytes
             self._done_bytes = self._skipped_bytes = done_bytes
             self._started_at = time.monotonic()
-        self.show()
+        self.print_line()
 
     def finish(self) -> None:
         with self._lock:
             self._phase, self._total_bytes = "done", self._done_bytes
-        self.show()
+        self.print_line()
 
     def add(self, count_bytes: int) -> None:
         """Count transferred bytes; a negative count means that they must be transferred again."""
@@ -56,7 +58,7 @@ class Progress:
             self._done_bytes += count_bytes
             self._skipped_bytes += count_bytes
 
-    def show(self) -> None:
+    def print_line(self) -> None:
         if not self._quiet:
             print(self.line(), flush=True)
 
@@ -71,7 +73,7 @@ class Progress:
 
     def _print_lines(self) -> None:
         while not self._stop.wait(self._interval_s):
-            self.show()
+            self.print_line()
 
 
 def note(message: str) -> None:

@@ -32,11 +32,11 @@ from spark_checkpoint.sources.fetch import fetch
 from spark_checkpoint.sources.peers import copy_from_peer, copy_requantized
 from spark_checkpoint.tensor_sets import MTP_PREFIX, WEIGHT, check_quantized_names
 
-OUTPUT_DIR, RESUME, ORDER, SCRIPT = "made", "resume", "order.json", "autoround_job.py"
+OUTPUT_DIR, RESUME, JOB, SCRIPT = "made", "resume", "order.json", "autoround_job.py"
 DONE = "done.json"  # written last: names the result's directory in OUTPUT_DIR, and versions
-KEPT = frozenset({OUTPUT_DIR, RESUME, DONE})  # the next run resumes from these
+RESUMABLE = frozenset({OUTPUT_DIR, RESUME, DONE})
 _POLL_S = 2.0
-_STOP_S = 20
+_STOP_TIMEOUT_S = 20
 
 
 def requantize(plan: RequantizePlan, progress: Progress, copies: CopyPlan | None = None) -> bool:
@@ -54,17 +54,17 @@ def requantize(plan: RequantizePlan, progress: Progress, copies: CopyPlan | None
 
 def _write_result(plan: RequantizePlan, work: Path, result_dir: Path, progress: Progress) -> None:
     fetch(plan.original, progress)
-    progress.phase("check-sources")
+    progress.start_phase("check-sources")
     original = read_checkpoint(plan.original.out_dir)
     requantize_checks.check_original(original)
     requantize_checks.check_packable(plan, original)
-    storage.clear(work, keep=KEPT)
+    storage.clear(work, keep=RESUMABLE)
     if not (work / DONE).exists():
         _run_autoround(plan, work, progress)
     output = work / OUTPUT_DIR / str(read_json(work / DONE)["tree"])
     result_dir.mkdir()
     for name in list_files(output):
-        # Hard links: if the result is rejected, the work folder still has the files.
+        # Hard links, so that the work folder keeps the files if the result is rejected.
         target = result_dir / name
         target.parent.mkdir(parents=True, exist_ok=True)
         os.link(output / name, target)
@@ -75,7 +75,7 @@ def _write_result(plan: RequantizePlan, work: Path, result_dir: Path, progress: 
         weight_map = dict(sorted(result.owner.items()))
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         storage.write_json(result_dir / INDEX_NAME, index)
-    _list_packed_blocks(result_dir, result.owner)
+    _add_missing_packed_blocks(result_dir, result.owner)
     receipt = RequantizedReceipt(
         kind="requantized",
         digest=plan.digest,
@@ -89,8 +89,8 @@ def _write_result(plan: RequantizePlan, work: Path, result_dir: Path, progress: 
     verify.write_receipt(result_dir, receipt)
 
 
-def _list_packed_blocks(result_dir: Path, owner: dict[str, str]) -> None:
-    """Complete the list of packed blocks: a resumed AutoRound omits the drafter's."""
+def _add_missing_packed_blocks(result_dir: Path, owner: dict[str, str]) -> None:
+    """Complete the list of packed blocks, because a resumed AutoRound run omits the drafter's."""
     for name in (CONFIG_NAME, QUANTIZATION_NAME):
         path = result_dir / name
         config = read_json(path) if path.exists() else {}
@@ -103,7 +103,7 @@ def _list_packed_blocks(result_dir: Path, owner: dict[str, str]) -> None:
 def _hash_and_sync(result_dir: Path, progress: Progress) -> list[ReceiptFile]:
     """Sync the files, let only root write to them, and return their receipt entries."""
     names = list_files(result_dir)
-    progress.phase("hash", sum((result_dir / name).stat().st_size for name in names))
+    progress.start_phase("hash", sum((result_dir / name).stat().st_size for name in names))
 
     def make_entry(name: str) -> ReceiptFile:
         path = result_dir / name
@@ -122,7 +122,7 @@ def _hash_and_sync(result_dir: Path, progress: Progress) -> list[ReceiptFile]:
 
 def _run_autoround(plan: RequantizePlan, work: Path, progress: Progress) -> None:
     output = work / OUTPUT_DIR
-    # The resume files are useless without finished blocks.
+    # Without finished blocks, the resume files are useless.
     if not any(output.glob("**/model-shard-*")):
         for directory in (OUTPUT_DIR, RESUME):
             shutil.rmtree(work / directory, ignore_errors=True)
@@ -135,7 +135,7 @@ def _run_autoround(plan: RequantizePlan, work: Path, progress: Progress) -> None
         for name in expand(pattern)
         if name.startswith(MTP_PREFIX) and name.endswith(WEIGHT) and "norm" not in name
     ]
-    order = {
+    job = {
         "int4": list(requantize_checks.packed_modules(plan)),
         "drafter_kept": drafter,
         "iters": plan.iters,
@@ -143,17 +143,17 @@ def _run_autoround(plan: RequantizePlan, work: Path, progress: Progress) -> None
         "seqlen": plan.seqlen,
         "batch": plan.batch,
     }
-    storage.write_json(work / ORDER, order)
+    storage.write_json(work / JOB, job)
     script = resources.files("spark_checkpoint").joinpath(SCRIPT)
     files.write_text(work / SCRIPT, script.read_text(encoding="utf-8"))
     container = f"spark-requantize-{plan.digest[:12]}"
-    _docker("rm", "--force", container)
+    _run_docker("rm", "--force", container)
     try:
         process = subprocess.Popen(_build_argv(plan, work, container))
         _wait_for_container(process, work, plan.layers, progress)
     except BaseException:
         # The container must not outlive this process.
-        _docker("stop", "--time", str(_STOP_S), container)
+        _run_docker("stop", "--time", str(_STOP_TIMEOUT_S), container)
         raise
 
 
@@ -166,8 +166,10 @@ def _check_prerequisites(plan: RequantizePlan, work: Path) -> None:
     for line in Path("/proc/meminfo").read_text().splitlines():
         available = int(line.split()[1]) * 1024 if line.startswith("MemAvailable:") else None
         if available is not None and available < plan.memory_bytes:
-            problem = f"needs {plan.memory_bytes} bytes of memory, {available} are available"
-            fix = "run `spark-deploy stop` for this host, then run it again"
+            problem = (
+                f"needs {plan.memory_bytes} bytes of memory, but only {available} are available"
+            )
+            fix = "run `spark-deploy stop` for this host, then run the job again"
             raise ValidationError(f"quantizing {plan.name}", problem, fix)
 
 
@@ -193,20 +195,20 @@ def _wait_for_container(
 ) -> None:
     code, reported = None, -1
     while code is None:
-        if (done := _count_blocks(work)) != reported:
-            reported = done
-            progress.phase(f"quantized-{done}-of-{layers}-blocks")
+        if (finished := _count_blocks(work)) != reported:
+            reported = finished
+            progress.start_phase(f"quantized-{finished}-of-{layers}-blocks")
         try:
             code = process.wait(_POLL_S)
         except subprocess.TimeoutExpired:
             continue
     if code != 0:
-        done = _count_blocks(work)
-        problem = f"AutoRound exited with status {code}, {done} of {layers} blocks are done"
-        raise TransferError(str(work), problem, "read the messages above, then run it again")
+        finished = _count_blocks(work)
+        problem = f"AutoRound exited with status {code} after {finished} of {layers} blocks"
+        raise TransferError(str(work), problem, "read the messages above, then run the job again")
     if not (work / DONE).exists():
         problem = "AutoRound ended before the checkpoint was complete"
-        raise TransferError(str(work), problem, "run it again")
+        raise TransferError(str(work), problem, "run the job again")
 
 
 def _count_blocks(work: Path) -> int:
@@ -214,5 +216,5 @@ def _count_blocks(work: Path) -> int:
     return sum(len(json.loads(path.read_bytes())["completed_blocks"]) for path in manifests)
 
 
-def _docker(*words: str) -> None:
-    subprocess.run(("docker", *words), capture_output=True, check=False)
+def _run_docker(*args: str) -> None:
+    subprocess.run(("docker", *args), capture_output=True, check=False)

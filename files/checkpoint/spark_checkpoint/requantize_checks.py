@@ -16,12 +16,12 @@ from spark_checkpoint.storage import hash_file
 from spark_checkpoint.tensor_sets import WEIGHT
 
 QWEIGHT = ".qweight"
-_MAX_COMPARED = 512  # packed modules to compare, evenly spread
+_MAX_COMPARED = 512  # number of packed modules to compare, evenly spaced
 _EXPERT = re.compile(r"^(?P<layer>.+\.experts)\.(?P<expert>\d+)\.(?P<part>gate|up|down)_proj$")
 _FLOAT_DTYPES = frozenset({"BF16", "F16", "F32"})
-_ORIGINAL_FIX = "name the 16-bit repository in the model's sources.original"
-_FIX = "read AutoRound's lines in the job's log"
-# AutoRound tunes these layers in the language model, and rounds them to nearest in the drafter.
+_ORIGINAL_FIX = "set sources.original of the model to the 16-bit repository"
+_FIX = "read AutoRound's messages in the job's log"
+# AutoRound tunes these layers in the language model, but only rounds them in the drafter.
 _LAYERS = re.compile(r"(model\.language_model|mtp)\.layers\.\d+\.")
 _GATES = (".gate", ".shared_expert_gate")
 _ROWS_MULTIPLE = 32
@@ -71,7 +71,7 @@ def check_packable(plan: RequantizePlan, original: Checkpoint) -> None:
         reason = skip_reason(module) or _unpackable_reason(find_weight(module, original))
         if reason:
             problem = f"must be packed, but AutoRound would skip it: {reason}"
-            fix = f"list {module}{WEIGHT} under the model's tensors instead"
+            fix = f"list {module}{WEIGHT} under `tensors` in the model file instead"
             raise ValidationError(module, problem, fix)
 
 
@@ -84,7 +84,7 @@ def packed_modules(plan: RequantizePlan) -> Iterator[str]:
 
 def skip_reason(module: str) -> str:
     if not _LAYERS.match(module):
-        return "it is outside the layers of language model and drafter"
+        return "it is in no layer of the language model or the drafter"
     return "it is a gate" if module.endswith(_GATES) else ""
 
 
@@ -104,15 +104,17 @@ def _unpackable_reason(matrix: Matrix | None) -> str:
 def check_original(original: Checkpoint) -> None:
     where = str(original.directory)
     if read_config(original.directory).get("quantization_config"):
-        raise ValidationError(where, "is quantized already", _ORIGINAL_FIX)
+        raise ValidationError(where, "is already quantized", _ORIGINAL_FIX)
     for name in sorted(original.owner):
         dtype = original.tensor(name).dtype
         if dtype not in _FLOAT_DTYPES:
-            raise ValidationError(where, f"{name} is {dtype}, expected a float", _ORIGINAL_FIX)
+            raise ValidationError(
+                where, f"{name} is {dtype}, expected a floating-point dtype", _ORIGINAL_FIX
+            )
 
 
 def check_result(original: Checkpoint, result: Checkpoint) -> dict[str, Any]:
-    """Check that the result is the rounded original; return figures for the receipt."""
+    """Check that the result is the rounded original; return measurements for the receipt."""
     if result.duplicates:
         name = min(result.duplicates)
         raise ValidationError(str(result.directory), f"has {name} in several files", _FIX)
@@ -135,7 +137,7 @@ def check_result(original: Checkpoint, result: Checkpoint) -> dict[str, Any]:
     if wrong:
         module = max(wrong, key=lambda module: wrong[module])
         difference = f"differs from the original's weight by {wrong[module]:.0%}"
-        raise ValidationError(module, f"{difference}; wrong modules: {len(wrong)}", _FIX)
+        raise ValidationError(module, f"{difference}; number of wrong modules: {len(wrong)}", _FIX)
     mean = float(np.mean(list(errors.values())))
     error = {"modules": len(errors), "mean": mean, "worst": max(errors.values())}
     check_kept_experts(original, result)
@@ -191,7 +193,7 @@ def unpack_weight(checkpoint: Checkpoint, module: str) -> Floats:
 def _require_weight(module: str, original: Checkpoint) -> Matrix:
     matrix = find_weight(module, original)
     if matrix is None:
-        fix = "name this model's own 16-bit repository in sources.original"
+        fix = "set sources.original to the 16-bit repository of this model"
         raise ValidationError(str(original.directory), f"lacks the weight of {module}", fix)
     return matrix
 

@@ -24,7 +24,7 @@ _JSON_BATCH = 4096
 # Free space for directories, headers and filesystem blocks.
 _RESERVE_FRACTION = 0.05
 # Errors of a rename to an existing name.
-_NAME_EXISTS = frozenset({errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR})
+_EXISTS_ERRNOS = frozenset({errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR})
 
 
 class Stamp(NamedTuple):
@@ -55,7 +55,7 @@ def write_json(path: Path, document: Mapping[str, Any]) -> str:
 
 
 class PageDropper:
-    """Drops processed pages of a file from the page cache: the engine needs the memory."""
+    """Drops processed pages of a file from the page cache, because the engine needs the memory."""
 
     def __init__(self, fd: int, offset: int = 0):
         self._fd = fd
@@ -64,7 +64,7 @@ class PageDropper:
     def advance(self, count_bytes: int) -> None:
         self._position += count_bytes
         if self._position - self._step_begin >= _DROP_BYTES:
-            # Drop the previous step again: the first call only starts writeback of dirty pages.
+            # Drop the previous step again, because the first call only starts writing dirty pages.
             self._drop(max(self._begin, self._step_begin - _DROP_BYTES))
             self._step_begin = self._position
 
@@ -112,7 +112,7 @@ def read_buffers(
             remaining -= count
         dropper.finish()
     if remaining and size_bytes is not None:
-        raise TransferError(str(path), "was truncated while it was read", "run it again")
+        raise TransferError(str(path), "was truncated while it was read", "run the command again")
 
 
 def hash_file(
@@ -133,7 +133,7 @@ def check_free_space(directory: Path, needed_bytes: int, purpose: str) -> None:
     free_bytes = usage.f_bavail * usage.f_frsize
     required_bytes = int(needed_bytes * (1 + _RESERVE_FRACTION))
     if free_bytes < required_bytes:
-        problem = f"{purpose} needs {required_bytes} bytes, {free_bytes} are free"
+        problem = f"{purpose} needs {required_bytes} bytes, but only {free_bytes} are free"
         fix = f"free {required_bytes - free_bytes} bytes on this filesystem"
         raise ValidationError(str(directory), problem, fix)
 
@@ -156,7 +156,7 @@ def lock_directory(directory: Path) -> Iterator[None]:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            fix = "wait until that process ends"
+            fix = "wait until the other process ends"
             raise ValidationError(str(directory), "is used by another process", fix) from error
         yield
     finally:
@@ -169,9 +169,9 @@ def publish(partial: Path, out: Path) -> None:
     try:
         os.rename(partial, out)
     except OSError as error:
-        if error.errno not in _NAME_EXISTS:
+        if error.errno not in _EXISTS_ERRNOS:
             raise
-        fix = "move it away"
+        fix = "move it away, then run the command again"
         raise TransferError(str(out), f"already exists ({error.strerror})", fix) from error
     sync_directory(out.parent)
 

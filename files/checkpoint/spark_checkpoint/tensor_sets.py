@@ -27,7 +27,7 @@ _PACKED = (".qweight", ".scales", ".qzeros")
 _LISTED_NAMES = 10
 _MAX_NAME_LENGTH = 120
 
-# Likely causes of missing or surplus names that contain a text.
+# Likely causes of missing or surplus names that contain these strings.
 _CAUSES = {
     ".linear_attn.": "the linear-attention projections are quantized differently: "
     "a different base generation",
@@ -41,9 +41,9 @@ _CAUSES = {
 }
 _MTP_CAUSE = "the MTP tensors differ: lost by an earlier build, or quantized differently"
 _NAMES_FIX = (
-    "use the locked commits; `spark-deploy add --dry` lists the models that a repository matches, "
-    "`spark-deploy add` serves it as published; if these are the commits of a shipped model, "
-    "report this line to the project"
+    "use the locked commits, or run `spark-deploy add` to serve the repository as published "
+    "(`--dry` lists the models that it matches); if you already use the commits of a shipped "
+    "model, open an issue that quotes this message"
 )
 _FP8_FIX = "use the FP8 repositories of the same model"
 
@@ -112,7 +112,7 @@ def scale_name(weight_name: str) -> str:
 def unmatched_donor_names(
     donor: Iterable[str], base: Container[str], swap: Iterable[str]
 ) -> set[str]:
-    """Return the donor's names that neither base nor swapped modules have.
+    """Return the donor's names that are neither in the base nor in swapped modules.
 
     Routed experts are ignored; MTP tensors are always unmatched.
     """
@@ -147,20 +147,20 @@ def _check_shape(where: str, actual: tuple[int, ...], expected: tuple[int, ...])
     if actual != expected:
         raise ValidationError(
             where,
-            f"has shape {list(actual)}, the plan's donor_shapes require {list(expected)}",
-            "use the repositories named in the model's catalog file, or correct donor_shapes there",
+            f"has shape {list(actual)}, but the plan's donor_shapes require {list(expected)}",
+            "use the repositories in the model file of the catalog, or correct donor_shapes there",
         )
 
 
 def block_grid(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, int]:
-    """Return how many rows and columns of blocks a matrix has."""
+    """Return the number of block rows and block columns in a matrix."""
     return -(-shape[0] // block[0]), -(-shape[1] // block[1])
 
 
-def check_fp8_pair(
+def check_fp8_weight(
     where: str, shape: tuple[int, ...], weight: Tensor, scale: Tensor, block: tuple[int, int]
 ) -> None:
-    """Check dtypes and shapes of an FP8 weight of a ``shape`` and of its block scales."""
+    """Check dtypes and shapes of an FP8 weight, which must have ``shape``, and its block scales."""
     if len(shape) != 2:
         raise ValidationError(where + WEIGHT, f"is {list(shape)}, expected a matrix", _FP8_FIX)
     for suffix, tensor, dtypes, expected in (
@@ -176,19 +176,19 @@ def check_fp8_pair(
 
 
 def check_packable(name: str, tensor: Tensor, bits: int) -> None:
-    """Raise ValidationError if a 16-bit weight cannot be packed to this number of bits."""
+    """Raise ValidationError if a 16-bit weight cannot be packed into this number of bits."""
     reason, codes_per_word = "", 32 // bits
     if tensor.dtype not in SIXTEEN_BIT or len(tensor.shape) != 2:
         reason = f"is {tensor.dtype} {list(tensor.shape)}, expected a 16-bit matrix"
     elif tensor.shape[1] % 128:
-        reason = f"has {tensor.shape[1]} inputs, not a multiple of the group of 128"
+        reason = f"has {tensor.shape[1]} inputs, which is not a multiple of the group size 128"
     elif name == HEAD and tensor.shape[0] % 64:
         reason = (
-            f"has a vocabulary of {tensor.shape[0]}, not a multiple of 64: the engine would "
-            "pad it, and its loader fails on packed tensors with padding"
+            f"has a vocabulary of {tensor.shape[0]}, which is not a multiple of 64; the engine "
+            "would pad it, but its loader fails on padded packed tensors"
         )
     elif tensor.shape[0] % codes_per_word:
-        reason = f"has {tensor.shape[0]} outputs, not a multiple of {codes_per_word}"
+        reason = f"has {tensor.shape[0]} outputs, which is not a multiple of {codes_per_word}"
     if reason:
         raise ValidationError(name, reason, "set head, shared_experts or drafter to keep")
 
@@ -204,7 +204,7 @@ def overlay_name(name: str) -> str:
 
 
 def replacement_names(plan: BuildPlan) -> dict[str, tuple[str, ...]]:
-    """Return the names of the new tensors for each replaced name."""
+    """Map each replaced name to the names of its new tensors."""
     suffixes: dict[str, tuple[str, ...]] = {}
     if plan.shared_experts == "int8-g128":
         suffixes.update({module + WEIGHT: _PACKED for module in swapped_modules(plan)})
@@ -242,7 +242,7 @@ def check_result_names(where: str, actual: Collection[str], plan: BuildPlan, lay
         for name in names
     }
     patterns = [*base_patterns(plan), *plan.mtp_tensors]
-    # With the replacements undone, the names must be those of the base.
+    # After undoing the replacements, the names must be those of the base.
     names = set(actual)
     has_all_new = new <= names
     names -= new

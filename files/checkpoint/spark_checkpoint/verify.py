@@ -23,8 +23,8 @@ from spark_checkpoint.headers import read_header
 from spark_checkpoint.progress import Progress, note
 from spark_checkpoint.tensor_sets import check_quantized_names, check_result_names
 
-# Small pieces reduce hashing around replaced tensors; large pieces keep receipts short (72 GB are
-# 17,000 pieces).
+# Small pieces reduce hashing around replaced tensors; large pieces keep receipts short (17,000
+# pieces for 72 GB).
 PIECE_BYTES = 4 << 20
 _FIX = "move the directory away and run the deploy again"
 
@@ -89,13 +89,13 @@ def parse_pieces(file: receipts.ReceiptFile) -> tuple[Piece, ...] | None:
     if file.pieces is None:
         return None
     pieces = []
-    for line in file.pieces:
-        size, _, sha256 = line.partition(":")
+    for entry in file.pieces:
+        size, _, sha256 = entry.partition(":")
         if int(size) <= 0 or len(sha256) != 64:
-            raise ValueError(f"{line!r} is not a piece of a file")
+            raise ValueError(f"malformed piece {entry!r}, expected SIZE:SHA256")
         pieces.append(Piece(int(size), sha256))
     if sum(piece.size_bytes for piece in pieces) != file.size_bytes:
-        raise ValueError(f"the pieces do not add up to {file.size_bytes} bytes")
+        raise ValueError(f"the sizes of the pieces do not add up to {file.size_bytes} bytes")
     return tuple(pieces)
 
 
@@ -108,7 +108,7 @@ def load_receipt(directory: Path) -> receipts.AnyReceipt | None:
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise ReceiptMismatchError(str(path), f"is not a receipt ({error})", _FIX) from error
+        raise ReceiptMismatchError(str(path), f"is not a valid receipt ({error})", _FIX) from error
     return receipt
 
 
@@ -131,21 +131,21 @@ def write_receipt(directory: Path, receipt: receipts.Receipt) -> None:
 def verify_checkpoint(directory: Path, progress: Progress, *, full: bool) -> receipts.AnyReceipt:
     """Check a checkpoint: files, sizes, headers, index and hashes; return the receipt.
 
-    Unless ``full``, hashes only files whose stat differs from the receipt, and updates the receipt.
+    Unless ``full``, hash only files whose stat differs from the receipt, and update the receipt.
     """
     if not directory.is_dir():
         raise InputError(str(directory), "is not a directory", "check the path")
     receipt = load_receipt(directory)
     if receipt is None:
         fix = "run the job again"
-        raise ReceiptMismatchError(str(directory), f"has no {RECEIPT_NAME}: it is incomplete", fix)
+        raise ReceiptMismatchError(str(directory), f"is incomplete: it has no {RECEIPT_NAME}", fix)
     check_files(directory, receipt)
     # Only builds and quantizations have a plan with exact names.
     if not isinstance(receipt, receipts.SourceReceipt):
         with disabled_garbage_collection():
             _check_index(directory, receipt)
     to_hash = [file for file in receipt.files if full or file.may_have_changed(directory)]
-    progress.phase("verify", sum(file.size_bytes for file in to_hash))
+    progress.start_phase("verify", sum(file.size_bytes for file in to_hash))
     with ThreadPoolExecutor(storage.WORKERS) as pool:
         hashed = pool.map(lambda file: _check_content(directory, file, progress), to_hash)
         entries = {file.path: file for file in hashed}
@@ -155,7 +155,7 @@ def verify_checkpoint(directory: Path, progress: Progress, *, full: bool) -> rec
         try:
             write_receipt(directory, receipt)
         except OSError as error:
-            message = f"receipt not updated ({error.strerror}); the next run hashes again"
+            message = f"cannot update the receipt ({error.strerror}); the next run will hash again"
             note(f"{directory}: {message}")
     return receipt
 
@@ -168,7 +168,7 @@ def check_files(directory: Path, receipt: receipts.Receipt) -> None:
         except OSError as error:
             raise ReceiptMismatchError(str(path), f"is missing ({error.strerror})", _FIX) from error
         if size != file.size_bytes:
-            problem = f"has {size} bytes, the receipt lists {file.size_bytes}"
+            problem = f"has {size} bytes, but the receipt lists {file.size_bytes}"
             raise ReceiptMismatchError(str(path), problem, _FIX)
     surplus = set(list_files(directory)) - {file.path for file in receipt.files}
     if surplus:
@@ -188,7 +188,9 @@ def _check_index(
             raise ReceiptMismatchError(where, "has no index", _FIX)
         _check_shards(directory, receipt, index)
         if len(index) != receipt.tensors:
-            problem = f"the index lists {len(index)} tensors, the receipt {receipt.tensors}"
+            problem = (
+                f"the index lists {len(index)} tensors, but the receipt lists {receipt.tensors}"
+            )
             raise ReceiptMismatchError(where, problem, _FIX)
         if isinstance(receipt, receipts.CheckpointReceipt):
             check_result_names(where, index, receipt.plan, receipt.plan.layout)
@@ -212,7 +214,7 @@ def _check_shards(directory: Path, receipt: receipts.Receipt, index: Mapping[str
                 raise ReceiptMismatchError(str(directory), problem, _FIX)
     if names_by_shard:
         missing = ", ".join(sorted(names_by_shard)[:3])
-        problem = f"the index names files that are not in the receipt: {missing}"
+        problem = f"the index lists files that are not in the receipt: {missing}"
         raise ReceiptMismatchError(str(directory), problem, _FIX)
 
 
@@ -226,12 +228,12 @@ def _check_content(
     if file.sha256 is not None:
         sha256 = storage.hash_file(path, progress.add)
         if sha256 != file.sha256:
-            problem = f"has sha256 {sha256}, the receipt lists {file.sha256}"
+            problem = f"has sha256 {sha256}, but the receipt lists {file.sha256}"
     elif pieces is not None:
         begin = 0
         for piece in pieces:
             if storage.hash_file(path, progress.add, begin, piece.size_bytes) != piece.sha256:
-                problem = f"differs from the receipt in the piece from byte {begin}"
+                problem = f"differs from the receipt in the piece that begins at byte {begin}"
                 break
             begin += piece.size_bytes
     else:
@@ -285,19 +287,19 @@ def create_checkpoint(
 
 
 def discard_base(base: Path, tree: Path, progress: Progress) -> None:
-    """Remove ``base`` after verifying every byte of the full checkpoint ``tree``."""
+    """Remove ``base`` after verifying every byte of the full-layout checkpoint ``tree``."""
     if not base.exists():
         note(f"{base}: already removed")
         return
     receipt = verify_checkpoint(tree, progress, full=True)
     if not isinstance(receipt, receipts.CheckpointReceipt) or receipt.plan.layout != "full":
-        raise ValidationError(str(tree), "is not a full-layout checkpoint", "keep its base")
+        raise ValidationError(str(tree), "is not a full-layout checkpoint", "keep the base")
     planned = receipt.plan.base_dir
     if planned != Path(os.path.abspath(base)):
         fix = f"pass {planned} as the base"
         raise ValidationError(str(tree), f"was built from {planned}, not from {base}", fix)
     if load_receipt(base) is None and any(base.iterdir()):
-        fix = "remove it yourself"
+        fix = "remove the directory yourself"
         raise ValidationError(str(base), "has no receipt, so it is not removed", fix)
     freed_bytes = shared_bytes = 0
     base_receipt = base / RECEIPT_NAME
@@ -320,4 +322,4 @@ def discard_base(base: Path, tree: Path, progress: Progress) -> None:
     if shared_bytes:
         message += f"; {shared_bytes} bytes stay in use by hard links in other directories"
     rebuild_bytes = sum(receipt.report.get("rebuild_fetch_bytes", {}).values())
-    note(f"{message}; a rebuild of {tree} would download {rebuild_bytes} bytes")
+    note(f"{message}; rebuilding {tree} would download {rebuild_bytes} bytes")

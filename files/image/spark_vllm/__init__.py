@@ -1,6 +1,6 @@
 """vLLM plugin that serves hybrid INT4 + FP8 checkpoints.
 
-Importing it imports neither vLLM nor torch: the self-check also runs with a broken engine.
+Importing it imports neither vLLM nor torch, so that the self-check runs even with a broken engine.
 """
 
 __version__ = "0.1.0"
@@ -8,7 +8,7 @@ __version__ = "0.1.0"
 QUANT_METHOD = "spark_inc"
 
 PORTABLE_LOAD_FORMAT = "spark_portable"
-"""Name of the load format that dequantises everything to BF16."""
+"""Load format that dequantizes all weights to BF16."""
 
 ENTRY_POINT = "spark"
 

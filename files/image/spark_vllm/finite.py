@@ -2,8 +2,8 @@
 
 # With a NaN scale the engine reports no error and repeats a token; a scale that is far too large
 # is finite and drowns all other weights. Negative scales and zeros are valid: symmetric AutoRound
-# writes negative scales, and the engine pads with zeros. A single small scale is valid too: some
-# rows of trained weights are almost zero.
+# writes negative scales, and the engine pads with zeros. A single small scale is also valid,
+# because some rows of trained weights are almost zero.
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ logger = init_logger("vllm.spark_vllm.finite")
 
 _CHUNK_NUMBERS = 1 << 25
 _FP8_NAN = 0x7F  # of e4m3fn, without the sign; it has no infinity
-_SHOWN = 5
+_MAX_NAMES = 5
 _INTEGER_SCALES = frozenset({"scales", "w13_scales", "w2_scales"})
 _SAMPLE_NUMBERS = 1 << 18
 MAX_SCALE_RATIO = 256
-"""Limit of a scale divided by the median of its tensor, without groups of zeros."""
+"""Limit on a scale divided by the median in its tensor, without groups of zeros."""
 MAX_MEDIAN_RATIO = 16
-"""Limit of a tensor's median divided by the median in all layers, and of the inverse."""
+"""Limit on a tensor's median divided by the median in all layers, and on the inverse."""
 MAX_LOGIT = 64.0
-"""Limit of the root mean square of the logits for a row of ones, and of its inverse."""
+"""Limit on the root mean square of the logits for a row of ones, and on its inverse."""
 _ZERO_GROUP = 1.1e-5  # AutoRound writes 1e-5 for a group of zeros
-_ZERO_GROUP_OF_BUILDER = 1.0
+_BUILDER_ZERO_GROUP = 1.0
 _FIX = (
-    "fix: verify the checkpoint with `spark_checkpoint verify --full`, "
-    "build it again if that passes"
+    "fix: run `spark_checkpoint verify --full` on the checkpoint; if that passes, build the "
+    "checkpoint again"
 )
 
 
@@ -60,7 +60,7 @@ def install() -> None:
 
 
 def modules_shared_with_target(model: torch.nn.Module) -> tuple[str, ...]:
-    """Return the drafter modules that stay uninitialised until the engine shares the target's."""
+    """Return the drafter modules that stay uninitialized until the engine shares the target's."""
     flags = (("has_own_lm_head", "lm_head"), ("has_own_embed_tokens", "embed_tokens"))
     return tuple(name for flag, name in flags if getattr(model, flag, None) is False)
 
@@ -78,7 +78,7 @@ def check_model(model: torch.nn.Module, skipped: tuple[str, ...] = ()) -> None:
         if not 1 / MAX_LOGIT <= size <= MAX_LOGIT:
             raise ValueError(
                 f"{type(model).__name__}: {name}: logits of size {size:g} for inputs of size 1, "
-                f"expected 1/{MAX_LOGIT:g} to {MAX_LOGIT:g}: the head's scales are wrong; {_FIX}"
+                f"expected 1/{MAX_LOGIT:g} to {MAX_LOGIT:g}; the head's scales are wrong; {_FIX}"
             )
     logger.info(
         "spark: all numbers of %d tensors and the logits of %d heads of %s are finite",
@@ -100,26 +100,26 @@ def check_finite_tensors(model: torch.nn.Module, skipped: tuple[str, ...] = ()) 
 
 def check_scale_sizes(model: torch.nn.Module) -> None:
     wrong = []
-    kinds: dict[str, dict[str, float]] = defaultdict(dict)
+    medians_by_kind: dict[str, dict[str, float]] = defaultdict(dict)
     for name, tensor in model.named_parameters():
         is_scale = name.rpartition(".")[2] in _INTEGER_SCALES
         if not is_scale or tensor.is_meta or not tensor.numel():
             continue
         largest, median = measure_scales(tensor.detach())
         if median:
-            kinds[re.sub(r"\.\d+\.", ".N.", name)][name] = median
+            medians_by_kind[re.sub(r"\.\d+\.", ".N.", name)][name] = median
         if largest > MAX_SCALE_RATIO * median:
             wrong.append(name)
-    for medians in kinds.values():
+    for medians in medians_by_kind.values():
         typical = statistics.median(medians.values())
         low, high = typical / MAX_MEDIAN_RATIO, typical * MAX_MEDIAN_RATIO
         wrong += [name for name, median in medians.items() if not low <= median <= high]
     if wrong:
         raise ValueError(
-            f"{type(model).__name__}: a scale is over {MAX_SCALE_RATIO} times the median of its "
-            f"tensor, or that median is over {MAX_MEDIAN_RATIO} times (or below "
-            f"1/{MAX_MEDIAN_RATIO}) of the other layers': {_names(wrong)}; the answers would be "
-            f"wrong; {_FIX}"
+            f"{type(model).__name__}: a scale is more than {MAX_SCALE_RATIO} times the median of "
+            f"its tensor, or that median is more than {MAX_MEDIAN_RATIO} times (or less than "
+            f"1/{MAX_MEDIAN_RATIO} of) the median in the other layers: {_list_names(wrong)}; the "
+            f"answers would be wrong; {_FIX}"
         )
 
 
@@ -130,7 +130,7 @@ def measure_scales(scales: torch.Tensor) -> tuple[float, float]:
     step = 1 + len(values) // _SAMPLE_NUMBERS
     for chunk in _chunks(values):
         sizes = chunk.float().abs()
-        used = sizes[(sizes > _ZERO_GROUP) & (sizes != _ZERO_GROUP_OF_BUILDER)]
+        used = sizes[(sizes > _ZERO_GROUP) & (sizes != _BUILDER_ZERO_GROUP)]
         if used.numel():
             largest = max(largest, float(used.max()))
             samples.append(used[::step])
@@ -140,12 +140,12 @@ def measure_scales(scales: torch.Tensor) -> tuple[float, float]:
 def is_finite(tensor: torch.Tensor) -> bool:
     if tensor.is_meta or not (tensor.is_floating_point() and tensor.numel()):
         return True
-    fp8 = tensor.dtype == torch.float8_e4m3fn
-    if not fp8 and tensor.element_size() == 1:
+    is_fp8 = tensor.dtype == torch.float8_e4m3fn
+    if not is_fp8 and tensor.element_size() == 1:
         return True  # not an FP8 format of hybrid checkpoints
-    numbers = tensor.view(torch.uint8) if fp8 else tensor
+    numbers = tensor.view(torch.uint8) if is_fp8 else tensor
     for chunk in _chunks(numbers):
-        finite = (chunk & _FP8_NAN) != _FP8_NAN if fp8 else torch.isfinite(chunk)
+        finite = (chunk & _FP8_NAN) != _FP8_NAN if is_fp8 else torch.isfinite(chunk)
         if not bool(finite.all()):
             return False
     return True
@@ -170,13 +170,13 @@ def _compute_logits(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]
             yield name, module.quant_method.apply(module, row)
 
 
-def _names(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{', '.join(names[:_SHOWN])}{more}"
+def _list_names(names: list[str]) -> str:
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return f"{', '.join(names[:_MAX_NAMES])}{more}"
 
 
 def _not_finite_message(model: torch.nn.Module, subject: str, names: list[str]) -> str:
     return (
-        f"{type(model).__name__}: {subject} with NaN or infinity after loading: {_names(names)}; "
-        f"the model would repeat a single token; {_FIX}"
+        f"{type(model).__name__}: {subject} with NaN or infinity after loading: "
+        f"{_list_names(names)}; the model would repeat a single token; {_FIX}"
     )

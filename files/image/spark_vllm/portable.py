@@ -1,6 +1,6 @@
-"""Load format ``spark_portable``: dequantise a hybrid checkpoint to BF16 while loading."""
+"""Load format ``spark_portable``: dequantize a hybrid checkpoint to BF16 while loading."""
 
-# For hardware without the quantised kernels; needs about four times the memory.
+# For hardware without the quantized kernels; needs about four times the memory.
 
 from __future__ import annotations
 
@@ -23,15 +23,14 @@ logger = init_logger("vllm.spark_vllm.portable")
 
 class PortableLoader(BaseModelLoader):
     def download_model(self, model_config: ModelConfig) -> None:
-        """Do nothing: the checkpoint is a local directory."""
+        """Do nothing, because the checkpoint is a local directory."""
 
     def load_model(
         self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = ""
     ) -> torch.nn.Module:
-        """Build every layer unquantised, then load the dequantised weights.
+        """Build every layer unquantized, then load the dequantized weights.
 
-        Raises:
-            ValueError: not a hybrid checkpoint.
+        Raise ValueError if the checkpoint is not a hybrid.
         """
         enter = getattr(vllm_config.quant_config, "enter_portable_mode", None)
         if enter is None:
@@ -54,11 +53,11 @@ class PortableLoader(BaseModelLoader):
             reader.read_weights(lambda name: unused is None or not unused(name))
         )
         _check_all_loaded(model, loaded)
-        # Before the engine repacks them: on a CPU it hides weights inside its kernels.
+        # Check before the engine repacks the weights, which on a CPU become hidden inside kernels.
         check_finite_tensors(model)
         logger.warning(
-            "spark portable mode: dequantised %d tensors to bfloat16 (%s) for %s; "
-            "every layer runs unquantised; quantised kernels are not used",
+            "spark portable mode: dequantized %d tensors to bfloat16 (%s) for %s; "
+            "every layer runs unquantized; quantized kernels are not used",
             reader.counts.total(),
             ", ".join(f"{kind} {count}" for kind, count in sorted(reader.counts.items())),
             type(model).__name__,
@@ -66,7 +65,7 @@ class PortableLoader(BaseModelLoader):
 
 
 def _check_all_loaded(model: torch.nn.Module, loaded: set[str] | None) -> None:
-    """Reject parameters without a tensor: they would stay uninitialised."""
+    """Reject parameters without a tensor, because they would stay uninitialized."""
     if loaded is None:
         return
     filled = {_plain_name(name) for name in loaded}

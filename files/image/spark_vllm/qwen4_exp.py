@@ -1,4 +1,4 @@
-"""Qwen4Exp (Qwen3.8-Flash-Next) with tables in files and quantised heads."""
+"""Qwen4Exp (Qwen3.8-Flash-Next) with tables in files and quantized heads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spark_vllm.ngram.embedding import tables_in_files
 
 
 class SparkQwen4Exp(Qwen4ExpForConditionalGeneration):
-    """The engine's class builds the head without a quantisation method."""
+    """Builds the head with a quantization method, unlike the engine's class."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "model") -> None:
         with tables_in_files(vllm_config):
@@ -31,7 +31,7 @@ class SparkQwen4Exp(Qwen4ExpForConditionalGeneration):
 
 
 class SparkQwen4ExpMTP(Qwen4ExpMTP):
-    """A drafter without a head: the engine gives it the target's, which may be quantised."""
+    """A drafter without a head; the engine gives it the target's head, which may be quantized."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
@@ -40,7 +40,7 @@ class SparkQwen4ExpMTP(Qwen4ExpMTP):
 
 
 def clear_padding(model: torch.nn.Module) -> None:
-    """Zero the padding rows of mixers: checkpoints lack them, and finite.py would find garbage."""
+    """Zero the padding rows of mixers, which checkpoints lack, because finite.py checks them."""
     for module in model.modules():
         if isinstance(module, GatedResidual) and module.pad_size:
             module.input_mix_weight_down_block_inject.weight.data[-module.pad_size :].zero_()

@@ -12,7 +12,7 @@ MODELS = {
 
 
 def register() -> None:
-    """Register the quantisation method and the load format; a second call changes nothing."""
+    """Register the quantization method and the load format; a second call changes nothing."""
     from vllm.model_executor.layers.quantization import (
         QUANTIZATION_METHODS,
         register_quantization_config,

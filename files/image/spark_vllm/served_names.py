@@ -1,4 +1,4 @@
-"""Defaults of requests by served model name: ASGI middleware of vLLM's API server."""
+"""ASGI middleware for vLLM's API server: request defaults for each served model name."""
 
 from __future__ import annotations
 

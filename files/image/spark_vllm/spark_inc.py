@@ -1,4 +1,4 @@
-"""Quantisation method ``spark_inc``: INC's INT4 plus block FP8 for exactly named modules."""
+"""Quantization method ``spark_inc``: INC's INT4 plus block FP8 for exactly named modules."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ logger = init_logger("vllm.spark_vllm")
 class SparkIncConfig(INCConfig):
     """INC with an exact list of block-FP8 modules.
 
-    A subclass, because vLLM replicates ``in_proj_ba`` under tensor parallelism only for instances
-    of INCConfig. Plain data, because vLLM pickles and deep-copies it.
+    It is a subclass, because vLLM replicates ``in_proj_ba`` under tensor parallelism only for
+    instances of INCConfig. It has only plain data, because vLLM pickles and deep-copies it.
     """
 
     settings: Settings
@@ -48,7 +48,7 @@ class SparkIncConfig(INCConfig):
     def override_quantization_method(
         cls, hf_quant_cfg: Any, user_quant: Any, hf_config: Any = None
     ) -> str | None:
-        """Return None: the inherited method would claim every plain ``auto-round`` checkpoint."""
+        """Return None; the inherited method would claim plain ``auto-round`` checkpoints."""
         return None
 
     @classmethod
@@ -65,7 +65,7 @@ class SparkIncConfig(INCConfig):
         hf_config: PreTrainedConfig | None = None,
         revision: str | None = None,
     ) -> None:
-        """Check names, dtypes and shapes before any weight is loaded: the engine does not."""
+        """Check names, dtypes and shapes before weights are loaded; the engine does not."""
         text_config = getattr(hf_config, "text_config", hf_config)
         check_checkpoint(
             model_name,
@@ -74,7 +74,7 @@ class SparkIncConfig(INCConfig):
             mtp_layers=getattr(text_config, "mtp_num_hidden_layers", 0) or 0,
             experts=getattr(text_config, "num_experts", 0) or 0,
         )
-        # Not in register(): logging is not set up there.
+        # Logged here, because logging is not set up in register().
         logger.info(
             "%s: %d FP8 block names in %d modules, block_shape=%s",
             QUANT_METHOD,
@@ -84,7 +84,7 @@ class SparkIncConfig(INCConfig):
         )
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
-        """Replace checkpoint names by the engine's; vLLM calls this once per model class."""
+        """Replace checkpoint names with the engine's; vLLM calls this once per model class."""
         super().apply_vllm_mapper(hf_to_vllm_mapper)
         self.fp8_modules = hf_to_vllm_mapper.apply_list(self.fp8_modules)
 
@@ -99,9 +99,9 @@ class SparkIncConfig(INCConfig):
         self.portable = True
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """Return block FP8 for listed modules, unquantised in portable mode, else INC's choice."""
+        """Return block FP8 for listed modules, 16 bits in portable mode, else INC's method."""
         if self.portable:
-            return _unquantised_method(layer)
+            return _unquantized_method(layer)
         if isinstance(layer, LinearBase) and names.are_all_shards_listed(
             prefix, self.fp8_modules, self.packed_modules_mapping
         ):
@@ -129,7 +129,7 @@ class SparkIncConfig(INCConfig):
         return method
 
 
-def _unquantised_method(layer: torch.nn.Module) -> QuantizeMethodBase | None:
+def _unquantized_method(layer: torch.nn.Module) -> QuantizeMethodBase | None:
     if isinstance(layer, LinearBase):
         return UnquantizedLinearMethod()
     if isinstance(layer, RoutedExperts):

@@ -1,4 +1,4 @@
-"""Fixes three silent defects of the engine's TurboQuant attention backend.
+"""Fixes three silent bugs in the engine's TurboQuant attention backend.
 
 target: vllm.v1.attention.backends.turboquant_attn (0.30.0 to 0.33.0), by subclass.
 why:
@@ -44,7 +44,7 @@ class SparkTurboQuantBuilder(TurboQuantMetadataBuilder):
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
 
     def _reserve_workspace(self) -> None:
-        """Reserve scratch for every token of a verify step, not one per request."""
+        """Reserve scratch memory for every token of a verify step, not for one per request."""
         super()._reserve_workspace()
         speculation = self.vllm_config.speculative_config
         if speculation is None or not is_workspace_manager_initialized():
@@ -111,7 +111,8 @@ class SparkTurboQuantImpl(TurboQuantAttentionImpl):
 def expand_to_tokens(metadata: TurboQuantMetadata, tokens: int) -> TurboQuantMetadata:
     """Return metadata with a row per token: sequence length and blocks of the request.
 
-    Computed on the device with fixed shapes: safe in a CUDA graph, independent of CPU lengths.
+    It is computed on the device with fixed shapes, so it is safe in a CUDA graph and independent of
+    CPU lengths.
     """
     ends = metadata.query_start_loc[1:]
     token = torch.arange(tokens, device=ends.device, dtype=ends.dtype)
@@ -126,7 +127,7 @@ def expand_to_tokens(metadata: TurboQuantMetadata, tokens: int) -> TurboQuantMet
 
 
 def has_only_fresh_prompts(metadata: TurboQuantMetadata) -> bool:
-    """Return whether no row has a cached prefix, by the CPU lengths; False without them."""
+    """Return whether CPU lengths show that no row has a cached prefix; False if there are none."""
     if metadata.seq_lens_cpu is None or metadata.query_start_loc_cpu is None:
         return False
     lengths = metadata.query_start_loc_cpu[1:] - metadata.query_start_loc_cpu[:-1]

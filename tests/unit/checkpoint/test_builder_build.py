@@ -234,4 +234,4 @@ def test_only_builds_import_numpy(workshop, tmp_path):
     assert run("check-sources", workshop.root / "plan.json", workshop.base_dir).returncode == 0
     refused = run("build", workshop.write_plan())
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
-    assert refused.stderr.startswith("error: numpy: not found; fix: ")
+    assert refused.stderr.startswith("error: numpy: is not installed; fix: ")

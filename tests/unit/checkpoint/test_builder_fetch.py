@@ -92,7 +92,7 @@ BAD_ORDERS = {
 
 
 @pytest.mark.parametrize("case", BAD_ORDERS)
-def test_rejects_invalid_order_before_any_change(order, tmp_path, case):
+def test_rejects_invalid_plan_before_any_change(order, tmp_path, case):
     keys, value, problem = BAD_ORDERS[case]
     path = order()
     document = json.loads(path.read_text())

@@ -66,7 +66,7 @@ CAUSES = {
 }
 
 
-def test_tests_cover_every_likely_cause():
+def test_every_likely_cause_is_tested():
     assert {*tensor_sets._CAUSES, "mtp"} == CAUSES.keys()
 
 
@@ -124,7 +124,7 @@ WRONG_PLANS = {
                 {**DONOR_SHAPES[0], "weight": [256, 256], "scale": [2, 2]}, DONOR_SHAPES[1]
             ]
         },
-        ".gate_proj.weight: has shape [128, 256], the plan's donor_shapes require [256, 256]",
+        ".gate_proj.weight: has shape [128, 256], but the plan's donor_shapes require [256, 256]",
     ),
     "shapes of other modules": (
         {"donor_shapes": DONOR_SHAPES[:1]},
@@ -148,7 +148,9 @@ def test_rejects_layer_and_expert_counts_that_differ_from_the_plan(workshop, key
     right = {"num_hidden_layers": 4, "num_experts": 2}
     workshop.write_base()
     workshop.change_base_config(lambda c: c["text_config"].update({**right, key: count}))
-    assert f"{key} is {count}, the model file's tensors have {right[key]}" in refused(workshop)
+    assert f"{key} is {count}, but the model file lists tensors for {right[key]}" in refused(
+        workshop
+    )
 
 
 def test_accepts_layer_and_expert_counts_of_the_plan(workshop):
@@ -190,10 +192,10 @@ CONFIGS = {
     "a list": (lambda config: config.update(quantization_config=[]), "quantization_config"),
     "a list of modules": (extra_config(["lm_head"]), "quantization_config.extra_config is a list"),
     "a text": (extra_config("lm_head"), "quantization_config.extra_config is a str"),
-    "tied": (lambda config: config.update(tie_word_embeddings=True), "ties the head"),
+    "tied": (lambda config: config.update(tie_word_embeddings=True), "shares the head"),
     "tied below": (
         lambda config: config["text_config"].update(tie_word_embeddings=True),
-        "ties the head",
+        "shares the head",
     ),
 }
 

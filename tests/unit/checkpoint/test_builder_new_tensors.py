@@ -81,7 +81,7 @@ def test_fp8_self_equals_donor_made_with_same_rounding(workshop, layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_setting_keep_leaves_tensors_unchanged(workshop, layout):
+def test_keep_setting_leaves_tensors_unchanged(workshop, layout):
     workshop.build(layout=layout, shared_experts="keep", **NO_DONOR)
     assert workshop.result() == {**workshop.base, **workshop.mtp}
     assert workshop.quantization()["quant_method"] == "auto-round"
@@ -152,7 +152,9 @@ def test_rejects_plan_if_no_source_has_mtp_tensors(workshop):
     workshop.mtp.pop("mtp.fc.weight")
     workshop.donor.pop("mtp.fc.weight")
     assert "MTP tensors to graft" in refused(workshop, **expected, donor_unmatched=unmatched)
-    assert "no donor to graft" in refused(workshop, **expected, donor=None, shared_experts="keep")
+    assert "no donor that supplies" in refused(
+        workshop, **expected, donor=None, shared_experts="keep"
+    )
 
 
 FP8 = "mtp.layers.0.self_attn.q_proj.weight"
@@ -194,7 +196,7 @@ MTP_DAMAGES = {
     "a scale of zero": (set_first(SCALE, b"\0\0"), FP8, "finite and above zero"),
     "an infinite scale": (set_first(SCALE, b"\x80\x7f"), FP8, "finite and above zero"),
     "a negative scale": (set_first(SCALE, b"\0\xbc"), FP8, "finite and above zero"),
-    "a scale far too large": (set_first(SCALE, b"\xc8\x42"), FP8, "has a scale of 100, the median"),
+    "a scale far too large": (set_first(SCALE, b"\xc8\x42"), FP8, "has a scale of 100, but the median"),
     "a scale far too small": (set_first(SCALE, b"\x8c\x2b"), FP8, "has a scale of 9.9"),
     "missing scales": (lambda donor: donor.pop(SCALE), FP8, "is FP8 without block scales"),
     "a BF16 weight of NaN": (fill(PLAIN, b"\xff"), PLAIN, "NaN or infinite"),

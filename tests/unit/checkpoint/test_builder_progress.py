@@ -32,19 +32,19 @@ def test_progress_lines_are_parseable_and_never_exceed_total(workshop, layout):
 
 def test_computes_rate_and_remaining_time_from_new_bytes_only(clock, capsys):
     tracker = Progress()
-    tracker.phase("check-sources")
+    tracker.start_phase("check-sources")
     assert tracker.line() == "phase=check-sources bytes=0 total=- rate_bytes_per_s=0 eta_s=-"
-    tracker.phase("fetch", 1000, done_bytes=500)
+    tracker.start_phase("fetch", 1000, done_bytes=500)
     tracker.skip(100)
     tracker.add(100)
     clock[0] += 2
-    tracker.show()
+    tracker.print_line()
     line = "phase=fetch bytes=700 total=1000 rate_bytes_per_s=50 eta_s=6"
     assert capsys.readouterr().out.splitlines()[-1] == line
 
 
 def test_prints_lines_during_stall(capsys):
     with Progress(interval_s=0.02) as tracker:
-        tracker.phase("write", 10)
+        tracker.start_phase("write", 10)
         time.sleep(0.3)
     assert capsys.readouterr().out.count("phase=write bytes=0 total=10") > 3

@@ -93,7 +93,7 @@ WRONG = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", WRONG)
-def test_rejects_same_sources_as_build(scene, case):
+def test_header_check_rejects_the_same_sources_as_a_build(scene, case):
     workshop, hub = scene
     plan = Workshop(workshop.root).plan()
     WRONG[case](workshop)
@@ -138,7 +138,7 @@ def hostile_hub(tmp_path_factory):
 # Without shrinking: a failing example may wait for retries, and shrinking repeats it for minutes.
 @settings(max_examples=60, phases=[Phase.explicit, Phase.generate])
 @given(data=st.data())
-def test_hostile_responses_give_a_single_printable_error_line(hostile_hub, data):
+def test_hostile_responses_cause_a_single_printable_error_line(hostile_hub, data):
     hub, plan = hostile_hub
     files = sorted(
         path for path in hub.root.rglob("*") if path.is_file() and path.stem != "tokenizer"

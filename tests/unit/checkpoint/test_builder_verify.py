@@ -156,7 +156,7 @@ def test_verifies_a_checkpoint_on_a_full_disk(workshop):
     runs = [run_broken("verify", workshop.out, act="disk_full", number=2) for _ in range(2)]
     assert [done.returncode for done in runs] == [0, 0]
     assert len({hashed_bytes(done) for done in runs} - {0}) == 1
-    assert all("receipt not updated (No space left" in done.stderr for done in runs)
+    assert all("cannot update the receipt (No space left" in done.stderr for done in runs)
     assert list(workshop.out.glob(".*")) == []
 
 
@@ -227,7 +227,7 @@ def test_discard_finishes_interrupted_removal(built, left):
 
 
 @pytest.mark.slow
-def test_discard_killed_at_any_call_keeps_receipt_until_the_end(built, tmp_path):
+def test_discard_removes_receipt_last_even_if_killed(built, tmp_path):
     saved = tmp_path / "saved"
     shutil.copytree(built.base_dir, saved)
     arguments = ("discard", built.base_dir, "--tree", built.out)

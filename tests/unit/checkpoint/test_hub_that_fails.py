@@ -147,17 +147,17 @@ FAILURES = {
         slow=True,
     ),
     "a chunk without end": Failure(trickle_chunk, "bytes early", slow=True),
-    "a redirect without end": Failure(trickle_redirect, "in a loop", once=False),
+    "a redirect without end": Failure(trickle_redirect, "too many times", once=False),
     "cut short": Failure(send_half, "bytes early"),
     "wrong bytes of the right length": Failure(flip_bit, "sha256 is", once=False),
     "more bytes than asked for": Failure(
-        lambda handler, data: handler.answer(200, data + b"more"), "bytes long, not", once=False
+        lambda handler, data: handler.answer(200, data + b"more"), "bytes, expected", once=False
     ),
     "a login page": Failure(
         lambda handler, data: handler.answer(
             200, b"<html>please log in</html>", {"Content-Type": "text/html"}
         ),
-        "bytes long, not",
+        "bytes, expected",
         once=False,
     ),
     "compressed on the way": Failure(
@@ -167,7 +167,7 @@ FAILURES = {
     ),
     "redirects in a loop": Failure(
         lambda handler, data: handler.answer(302, b"", {"Location": handler.path}),
-        "in a loop",
+        "too many times",
         once=False,
     ),
 }
@@ -285,7 +285,7 @@ def test_redirects_never_leave_https_or_use_other_schemes(address, location):
         _resolve_redirect(address, location)
 
 
-def test_describes_a_refused_connection_without_python_objects(scene):
+def test_message_about_a_refused_connection_contains_no_python_objects(scene):
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         scene.write_order(f"http://127.0.0.1:{bound.getsockname()[1]}")
@@ -322,7 +322,7 @@ def test_fails_if_outage_exceeds_limit(scene):
     started = time.monotonic()
     done = run_tool("fetch", scene.order, check=False)
     assert done.returncode == 4
-    assert re.search(r"no progress in \d+ tries and [1-9] s, last: ", done.stderr)
+    assert re.search(r"no progress in \d+ tries and [1-9] s; last error: ", done.stderr)
     assert time.monotonic() - started >= 1.5
 
 
@@ -364,7 +364,7 @@ def send_wrong_bytes(handler, path, data):
 
 
 @pytest.mark.parametrize("fault", [ask_to_wait, send_wrong_bytes])
-def test_requests_only_one_file_from_useless_mirror(scene, fault):
+def test_requests_only_one_file_from_a_mirror_with_wrong_content(scene, fault):
     scene.content_host.fault = fault
     scene.write_order(scene.content_host.url, scene.hub.url, **SLOW)
     started = time.monotonic()

@@ -278,7 +278,7 @@ def test_checks_prerequisites_before_starting_container(bench, changes, problem)
 def test_rejects_quantized_original(bench):
     path = bench.root / "published/config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": {"b": 4}}))
-    assert "is quantized already" in bench.refused()
+    assert "is already quantized" in bench.refused()
 
 
 def test_only_root_can_write_to_result(bench):
@@ -302,8 +302,8 @@ def plan_of(*names):
 @pytest.mark.parametrize(
     ("module", "reason"),
     [
-        ("lm_head", "it is outside the layers of language model and drafter"),
-        ("mtp.fc", "it is outside the layers of language model and drafter"),
+        ("lm_head", "it is in no layer of the language model or the drafter"),
+        ("mtp.fc", "it is in no layer of the language model or the drafter"),
         ("mtp.layers.0.mlp.gate", "it is a gate"),
         ("mtp.layers.0.self_attn.q_norm", "its shape is [64], expected a matrix"),
         (f"{EXPERTS}.8.gate_proj", "the original lacks this weight"),

@@ -82,13 +82,13 @@ def test_omits_optional_keys_with_defaults():
          "proof.absent: unknown or proof.digest: unknown"),
     ],
 )  # fmt: skip
-def test_error_of_wrong_value_names_its_path(change, message):
+def test_error_for_invalid_value_names_the_path(change, message):
     with pytest.raises(DocumentError) as refused:
         documents.read(Work, {**DATA, **change})
     assert str(refused.value) == message
 
 
-def test_true_is_not_accepted_as_number():
+def test_rejects_true_as_a_number():
     @dataclass(frozen=True, slots=True)
     class First:
         SCHEMA_VERSION: ClassVar[int] = 1

@@ -6,7 +6,7 @@ import pytest
 from spark_contract import files
 
 
-def test_error_names_the_target_file():
+def test_write_error_names_the_target_file():
     with pytest.raises(OSError, match=r"settings\.yml") as refused:
         files.write_text(Path("/proc/settings.yml"), "")
     assert refused.value.filename == "/proc/settings.yml"

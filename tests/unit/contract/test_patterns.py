@@ -59,7 +59,7 @@ def test_rejects_malformed_pattern(pattern):
         list(expand(pattern))
 
 
-def test_rejects_patterns_with_common_name():
+def test_rejects_patterns_that_expand_to_the_same_name():
     with pytest.raises(PatternError, match="repeats the name"):
         expand_all(["a.{0..3}", "a.3"])
 
@@ -79,7 +79,7 @@ def test_expands_ranges(first, more, step):
         ({"a0", "a1"}, ["a{0..1}", "a1"], False),
     ],
 )
-def test_has_exactly_requires_each_name_once(names, patterns, right):
+def test_exact_matches_require_each_name_once(names, patterns, right):
     assert remove_exact_matches(names, patterns) is right
 
 

@@ -16,7 +16,7 @@ def compared(name):
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_answers_of_the_trained_model_differ_by_noise_only(name):
+def test_answers_of_the_trained_model_differ_only_by_noise(name):
     comparisons = compared(name)
     assert len(comparisons) >= 6
     assert [
@@ -24,7 +24,7 @@ def test_answers_of_the_trained_model_differ_by_noise_only(name):
     ] == []
 
 
-def test_only_the_plugins_turboquant_answers_like_a_single_sequence():
+def test_only_turboquant_of_the_plugin_gives_the_answers_of_a_single_sequence():
     comparisons = compared("engine-turboquant")
     own = {claim: numbers for claim, numbers in comparisons.items() if "-stock" not in claim}
     (stock,) = [numbers for claim, numbers in comparisons.items() if claim.startswith(STOCK)]

@@ -24,7 +24,7 @@ LARGE = Tile(None, 64, 256, 1, False, 4, 5, 0)
 
 @pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"to-{tile.max_batch}")
 @pytest.mark.parametrize("shape", kernels.SHAPES)
-def test_every_spark_tile_fits_without_spills(tile, shape):
+def test_every_spark_tile_compiles_without_spills(tile, shape):
     used = kernels.compile_head(tile, shape)
     assert used.shared_bytes <= kernels.SHARED_BYTES
     assert used.registers * tile.warps * 32 <= kernels.REGISTERS
@@ -47,7 +47,7 @@ def test_image_check_notes_compiled_kernels():
     )
 
 
-def test_refuses_too_large_tile_and_notes_spills(monkeypatch):
+def test_kernel_check_rejects_too_large_tile_and_notes_spills(monkeypatch):
     monkeypatch.setattr(kernels, "read_table", lambda: {"12.1": (LARGE,)})
     [problem], _ = kernels.compile_kernels()
     assert "head to any rows" in problem
@@ -58,7 +58,7 @@ def test_refuses_too_large_tile_and_notes_spills(monkeypatch):
     assert "register spills: head to any rows" in notes[-1]
 
 
-def test_old_assembler_fails_the_build_and_unknown_triton_does_not(monkeypatch):
+def test_old_assembler_fails_the_build_but_unknown_triton_does_not(monkeypatch):
     def raising(error):
         def compile_all():
             raise error

@@ -89,7 +89,7 @@ def read(path, ids, cache_bytes=1 << 16, **more):
     return table, out
 
 
-def test_rounded_rows_are_near_the_published_ones(table_file):
+def test_rounded_rows_are_close_to_published_rows(table_file):
     rows, ids = rows_of_numbers(), [0, 44, 45, 999, 333, 334, 667]
     table, out = read(table_file, ids)
     for row, number in zip(out, ids, strict=True):
@@ -97,7 +97,7 @@ def test_rounded_rows_are_near_the_published_ones(table_file):
         assert np.linalg.norm(numbers - rows[number]) < 0.13 * np.linalg.norm(rows[number])
 
 
-def test_fp8_rows_are_kept_and_nvfp4_rows_are_kept(tmp_path):
+def test_keeps_fp8_and_nvfp4_rows_unchanged(tmp_path):
     codes = np.random.default_rng(1).integers(0, 0x7F, (ROWS, WIDTH)).astype(np.uint8)
     path = convert(write_fp8(tmp_path / "fp8", codes, 0.25), tmp_path / "a", "e4m3")
     table, out = read(path, [5, 700])
@@ -117,7 +117,7 @@ def test_fp8_rows_are_kept_and_nvfp4_rows_are_kept(tmp_path):
     assert set(table_tensors(base)) == set(tensors)
 
 
-def test_requantised_fp8_rows_are_near(tmp_path):
+def test_requantized_fp8_rows_are_close_to_the_originals(tmp_path):
     codes = np.random.default_rng(1).integers(0, 0x7F, (ROWS, WIDTH)).astype(np.uint8)
     path = convert(write_fp8(tmp_path / "fp8", codes, 0.25), tmp_path / "a")
     table, out = read(path, [7])
@@ -126,7 +126,7 @@ def test_requantised_fp8_rows_are_near(tmp_path):
     assert np.linalg.norm(numbers - published) < 0.13 * np.linalg.norm(published)
 
 
-def test_cached_rows_equal_read_rows(table_file):
+def test_cached_rows_equal_rows_from_the_file(table_file):
     source = random.Random(8)
     ids = [source.randrange(ROWS) for _ in range(4000)]
     _, expected = read(table_file, ids)
@@ -140,13 +140,13 @@ def test_cached_rows_equal_read_rows(table_file):
     assert 0 < table.cache_hits < 4000
 
 
-def test_cache_stays_within_its_bytes(table_file):
+def test_cache_never_exceeds_its_byte_limit(table_file):
     table = Table(table_file, cache_bytes=9800)
     assert table._cached_rows.nbytes + table._cached_ids.nbytes <= 9800
 
 
 @pytest.mark.parametrize("block", [1, 12, 23])
-def test_damaged_block_stops_the_first_read(table_file, block):
+def test_first_read_of_a_damaged_block_fails(table_file, block):
     content = bytearray(table_file.read_bytes())
     content[block * 4096 + 4000] ^= 4
     table_file.write_bytes(content)
@@ -168,14 +168,14 @@ def test_truncated_and_missing_files_are_rejected(table_file):
     content = table_file.read_bytes()
     for size in (0, 4095, 4096, len(content) - 1):
         table_file.write_bytes(content[:size])
-        with pytest.raises(DamagedTableError, match="fix: verify the checkpoint"):
+        with pytest.raises(DamagedTableError, match="fix: run `spark_checkpoint verify"):
             Table(table_file, 4096)
     table_file.unlink()
     with pytest.raises(DamagedTableError, match="cannot be read"):
         Table(table_file, 4096)
 
 
-def test_file_that_shrinks_while_it_is_read_is_an_error(table_file):
+def test_reading_a_file_that_shrinks_fails(table_file):
     table = Table(table_file, 4096)
     with table_file.open("r+b") as file:
         file.truncate(8192)
@@ -183,7 +183,7 @@ def test_file_that_shrinks_while_it_is_read_is_an_error(table_file):
         table.lookup(np.array([999]), np.empty((1, 90), np.uint8))
 
 
-def test_failed_read_is_an_error(table_file):
+def test_read_error_of_the_disk_raises_an_error(table_file):
     def fail(*_):
         raise OSError(5, "Input/output error")
 
@@ -192,7 +192,7 @@ def test_failed_read_is_an_error(table_file):
 
 
 @pytest.mark.parametrize("row", [-1, ROWS])
-def test_row_outside_the_table_is_an_error(table_file, row):
+def test_row_outside_the_table_raises_an_error(table_file, row):
     with pytest.raises(DamagedTableError, match="1000 rows"):
         read(table_file, [5, row])
 
@@ -228,7 +228,7 @@ def test_incomplete_sources_are_rejected(tmp_path, change, match):
         convert(write_base(tmp_path / "base", tensors), tmp_path / "out")
 
 
-def test_codes_that_are_no_numbers_are_rejected(tmp_path):
+def test_nan_codes_are_rejected(tmp_path):
     codes = np.ones((ROWS, WIDTH), np.uint8)
     codes[600, 3] = 0xFF
     with pytest.raises(ValidationError, match="NaN"):
@@ -240,18 +240,18 @@ def test_codes_that_are_no_numbers_are_rejected(tmp_path):
     [
         ({"ngram_table": "file"}, False, "lacks ngram-table"),
         ({}, True, "has ngram-table"),
-        ({"ngram_table": "disk"}, True, "accepted: file"),
-        ({"ngram_table": "file", "ngram_cache_mib": 0}, True, "accepted: MiB"),
+        ({"ngram_table": "disk"}, True, 'expected "file"'),
+        ({"ngram_table": "file", "ngram_cache_mib": 0}, True, "expected a number of MiB"),
     ],
 )
-def test_options_that_do_not_fit_the_checkpoint_are_rejected(tmp_path, spark, has_file, match):
+def test_options_that_contradict_the_checkpoint_are_rejected(tmp_path, spark, has_file, match):
     if has_file:
         table_path(tmp_path, 1).touch()
     with pytest.raises(ValueError, match=match):
         read_table_options({"spark": spark}, tmp_path)
 
 
-def test_options_name_the_files_and_the_cache(tmp_path):
+def test_options_return_directory_and_cache_size(tmp_path):
     assert read_table_options({"spark": {"lm_head": "int8-triton"}}, tmp_path) is None
     table_path(tmp_path, 1).touch()
     options = read_table_options({"spark": {"ngram_table": "file", "ngram_cache_mib": 7}}, tmp_path)

@@ -132,19 +132,19 @@ def remove_last_layer(tree, _):
 DAMAGES: dict[str, tuple[Callable[[Checkpoint, str], object], str]] = {
     "a block scale of a fused module missing": (
         lambda tree, layout: tree.remove(fp8(layout, "weight_scale_inv")),
-        r"no .*layers\.1\.mlp\.shared_expert\.gate_proj\.weight_scale_inv",
+        r"lacks .*layers\.1\.mlp\.shared_expert\.gate_proj\.weight_scale_inv",
     ),
     "an FP8 weight missing": (
         lambda tree, layout: tree.remove(fp8(layout, "weight")),
-        r"no .*layers\.1\.mlp\.shared_expert\.gate_proj\.weight",
+        r"lacks .*layers\.1\.mlp\.shared_expert\.gate_proj\.weight",
     ),
     "an FP8 weight still in 16 bits": (
         lambda tree, layout: tree.retype(fp8(layout, "weight"), "BF16", (384, 256)),
-        r"gate_proj\.weight\w* is BF16, not F8_E4M3",
+        r"gate_proj\.weight\w* is BF16, expected F8_E4M3",
     ),
     "block scales of the wrong shape": (
         lambda tree, layout: tree.retype(fp8(layout, "weight_scale_inv"), "BF16", (2, 3)),
-        r"shape \[2, 3\], the weight \[384, 256\] needs \[3, 2\]",
+        r"shape \[2, 3\], but the weight \[384, 256\] needs \[3, 2\]",
     ),
     "the drafter's file missing": (
         lambda tree, _: (tree.root / DRAFTER_FILE).unlink(),
@@ -152,38 +152,38 @@ DAMAGES: dict[str, tuple[Callable[[Checkpoint, str], object], str]] = {
     ),
     "the drafter's file not in the index": (
         lambda tree, _: tree.unlist("mtp."),
-        rf"{INDEX}: no mtp\.fc\.weight.*and \d+ more",
+        rf"{INDEX}: lacks mtp\.fc\.weight.*and \d+ more",
     ),
     "two drafter tensors missing": (
         lambda tree, _: tree.remove("mtp.fc.weight", "mtp.layers.0.mlp.experts.1.up_proj.weight"),
-        r"no mtp\.fc\.weight; .*no mtp\.layers\.0\.mlp\.experts\.1\.up_proj\.weight",
+        r"lacks mtp\.fc\.weight; .*lacks mtp\.layers\.0\.mlp\.experts\.1\.up_proj\.weight",
     ),
     "scales of an expert missing": (
         lambda tree, _: tree.remove(f"{EXPERT}.scales"),
-        r"no .*experts\.1\.up_proj\.scales",
+        r"lacks .*experts\.1\.up_proj\.scales",
     ),
     "packed weight of an expert missing": (
         lambda tree, _: tree.remove(f"{EXPERT}.qweight"),
-        r"experts\.1\.up_proj: scales without qweight",
+        r"experts\.1\.up_proj: has scales, but lacks qweight",
     ),
     "an expert missing": (
         lambda tree, _: tree.remove(*(f"{EXPERT}.{part}" for part in PACKED)),
-        f"no {EXPERT}",
+        f"lacks {EXPERT}",
     ),
     "a norm missing": (
         lambda tree, _: tree.remove(f"{TEXT}1.input_layernorm.weight"),
-        f"no {TEXT}1.input_layernorm",
+        f"lacks {TEXT}1.input_layernorm",
     ),
     "a router missing": (
         lambda tree, _: tree.remove(f"{TEXT}1.mlp.gate.weight"),
-        f"no {TEXT}1.mlp.gate",
+        f"lacks {TEXT}1.mlp.gate",
     ),
-    "a layer missing": (remove_last_layer, f"no tensor below {TEXT}{LAYERS - 1}."),
+    "a layer missing": (remove_last_layer, f"lacks all tensors below {TEXT}{LAYERS - 1}."),
     "the final norm missing": (
-        lambda tree, _: tree.remove(f"{MODEL}norm.weight"), f"no {MODEL}norm",
+        lambda tree, _: tree.remove(f"{MODEL}norm.weight"), f"lacks {MODEL}norm",
     ),
     "the embedding missing": (
-        lambda tree, _: tree.remove(f"{MODEL}embed_tokens.weight"), f"no {MODEL}embed_tokens",
+        lambda tree, _: tree.remove(f"{MODEL}embed_tokens.weight"), f"lacks {MODEL}embed_tokens",
     ),
     "an expert packed with another width": (
         lambda tree, _: tree.retype(f"{EXPERT}.qweight", "I32", (64, 256)),
@@ -200,16 +200,16 @@ DAMAGES: dict[str, tuple[Callable[[Checkpoint, str], object], str]] = {
         rf"mtp\.stray\.weight is not in {INDEX}",
     ),
     "a file cut short": (
-        cut_file_short, rf"{OVERLAY_FILE}: unreadable \(\d+ bytes, the header requires \d+\)",
+        cut_file_short, rf"{OVERLAY_FILE}: unreadable \(it has \d+ bytes, but the header requires",
     ),
     "blocks to quantise do not cover the packed modules": (
-        set_blocks("model.visual"), r"packed, but 16-bit according to config",
+        set_blocks("model.visual"), r"is packed, but has 16 bits in config",
     ),
     "blocks to quantise cover a 16-bit drafter": (
         set_blocks(f"{TEXT[:-1]},mtp.layers"),
-        r"mtp\.layers\.0\.self_attn\.q_proj: 16-bit, but block_name_to_quantize",
+        r"mtp\.layers\.0\.self_attn\.q_proj: is 16-bit, but packed according to block_name",
     ),
-    "no blocks to quantise": (
+    "no blocks to quantize": (
         lambda tree, _: tree.configure(lambda c: c.pop("block_name_to_quantize")),
         r"block_name_to_quantize: 'missing'",
     ),
@@ -243,7 +243,7 @@ DAMAGES: dict[str, tuple[Callable[[Checkpoint, str], object], str]] = {
     ),
     "an unknown layout": (
         lambda tree, _: tree.configure(lambda c: c["spark"].update(layout="both")),
-        r"spark\.layout: 'both', accepted: overlay or full",
+        r"spark\.layout: 'both', expected overlay or full",
     ),
     "an INT8 head without a config entry": (
         lambda tree, _: tree.configure(lambda c: c["extra_config"].pop("lm_head")),
@@ -251,7 +251,7 @@ DAMAGES: dict[str, tuple[Callable[[Checkpoint, str], object], str]] = {
     ),
     "an INT8 head and the old head": (
         lambda tree, _: tree.list_in("model-00002-of-00002.safetensors", "lm_head.weight"),
-        r"(lists lm_head\.weight in addition|no tensor lm_head\.weight)",
+        r"(lists lm_head\.weight in addition|lacks lm_head\.weight)",
     ),
 }  # fmt: skip
 
@@ -281,14 +281,14 @@ def set_second_scale(value):
 
 @pytest.mark.parametrize("layout", ["overlay", "full"])
 @pytest.mark.parametrize("damage", SCALES)
-def test_refuses_implausible_scales(write, layout, damage):
+def test_rejects_implausible_scales(write, layout, damage):
     value, message = SCALES[damage]
     tree = write(layout)
     tree.edit_tensor(fp8(layout, "weight_scale_inv"), set_second_scale(value))
     tree.refused(message)
 
 
-def test_builder_bounds_scales_like_the_plugin() -> None:
+def test_builder_and_plugin_have_the_same_scale_limits() -> None:
     limits = (comparison._MIN_RATIO, comparison._MAX_RATIO)
     assert limits == (scales.MIN_SCALE_RATIO, scales.MAX_SCALE_RATIO)
 
@@ -298,7 +298,7 @@ def multiply_scales(factor):
 
 
 @pytest.mark.parametrize("factor", [512, 2**-20])
-def test_refuses_a_module_whose_scales_all_differ_from_other_layers(write, factor):
+def test_rejects_a_module_whose_scales_all_differ_from_other_layers(write, factor):
     tree = write("full")
     tree.edit_tensor(fp8("full", "weight_scale_inv"), multiply_scales(factor))
     tree.refused(r"mlp\.shared_expert\.gate_proj\.weight_scale_inv: scale ")
@@ -344,7 +344,7 @@ def test_accepts_real_blocks_among_mostly_zero_blocks(write, scale_of_zeros):
         ({"experts": EXPERTS - 1}, f"num_experts is {EXPERTS - 1}"),
     ],
 )
-def test_refuses_a_config_with_fewer_layers_or_experts(write, sizes, message):
+def test_rejects_a_config_with_fewer_layers_or_experts_than_the_tensors(write, sizes, message):
     write().refused(message, **sizes)
 
 
@@ -357,19 +357,19 @@ def test_accepts_negative_int4_scales_from_autoround(write):
     tree.check()
 
 
-def test_refuses_an_overlay_that_lists_a_module_twice(write):
+def test_rejects_an_overlay_that_lists_a_module_twice(write):
     tree = write()
     tree.list_in("model-00002-of-00002.safetensors", f"{GATE}.weight")
     tree.refused(r"lists .*gate_proj\.weight in addition")
 
 
-def test_refuses_a_missing_head(write):
+def test_rejects_a_missing_head(write):
     tree = write()
     tree.remove("lm_head.weight")
-    tree.refused(r"no lm_head\.weight")
+    tree.refused(r"lacks lm_head\.weight")
 
 
-def test_packed_drafter_needs_a_matching_config(write):
+def test_rejects_a_packed_drafter_without_a_matching_config(write):
     tree = write()
     source = read_shard(tree.root / tree.index[f"{EXPERT}.qweight"])
     for module in [name for name in list_mtp_modules(1, EXPERTS, False) if ".experts." in name]:
@@ -377,13 +377,13 @@ def test_packed_drafter_needs_a_matching_config(write):
         for part in PACKED:
             tree.add(DRAFTER_FILE, f"{module}.{part}", source[f"{EXPERT}.{part}"])
             tree.list_in(DRAFTER_FILE, f"{module}.{part}")
-    tree.refused("16-bit according to config")
+    tree.refused("has 16 bits in config")
     set_blocks(f"{TEXT[:-1]},mtp.layers")(tree, "")
     tree.configure_module(r".*mtp\..*(shared_expert|self_attn).*", bits=16, data_type="float")
     tree.check()
 
 
-def test_accepts_an_int4_drafter_of_the_builder(tmp_path):
+def test_accepts_an_int4_drafter_from_the_builder(tmp_path):
     out = tmp_path / "built"
     base, _ = write_sources(tmp_path)
     order = plan(base, base, out, {**VARIANTS["v3"], "shared_experts": "fp8-self"})
@@ -395,7 +395,7 @@ def test_accepts_an_int4_drafter_of_the_builder(tmp_path):
     assert len(order["drafter_int4"]) == 3 * EXPERTS + 4
     assert all(built.index[f"{name}.qweight"] == DRAFTER_FILE for name in order["drafter_int4"])
     del config["extra_config"]["mtp.layers.0.mlp.shared_expert.up_proj"]
-    with pytest.raises(ValueError, match=r"mtp\.layers\.0\.mlp\.shared_expert\.up_proj: 16-bit"):
+    with pytest.raises(ValueError, match=r"mtp\.layers\.0\.mlp\.shared_expert\.up_proj: is 16-bit"):
         check_checkpoint(str(out), read_settings(config), **counts)
 
 
@@ -403,7 +403,7 @@ def test_requires_drafter_tensors_only_with_a_drafter(write):
     tree = write("full")
     tree.remove(*[name for name in tree.index if name.startswith("mtp.")])
     tree.check(mtp_layers=0)
-    tree.refused(r"no mtp\.fc\.weight")
+    tree.refused(r"lacks mtp\.fc\.weight")
 
 
 def test_drafter_of_the_122b_has_785_tensors():
@@ -411,7 +411,7 @@ def test_drafter_of_the_122b_has_785_tensors():
     assert len(list_mtp_modules(1, 512, True)) == 3 * 512 + 29
 
 
-def test_refuses_a_repository_name():
+def test_rejects_a_repository_name_instead_of_a_directory():
     with pytest.raises(ValueError, match="not a directory"):
         check_checkpoint("org/name", None, layers=0, mtp_layers=0, experts=0)
 

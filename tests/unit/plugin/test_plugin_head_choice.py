@@ -55,7 +55,7 @@ def test_measurement_from_a_different_machine_or_shape_is_ignored(tmp_path, chan
     assert choice.read_choice(path, dataclasses.replace(HERE, **change)) is None
 
 
-def test_selects_no_head_without_the_file(tmp_path):
+def test_reads_no_choice_without_a_file(tmp_path):
     assert choice.read_choice(tmp_path / "times.json", HERE) is None
 
 

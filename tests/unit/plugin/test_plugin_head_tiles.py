@@ -18,13 +18,13 @@ def test_tiles_of_a_table_use_the_same_arithmetic():
         assert len({tile.split for tile in tiles}) == 1, name
 
 
-def test_unknown_device_gets_the_default():
+def test_unknown_device_uses_the_default_tiles():
     table = read_table()
     assert tiles_for((13, 7), table) == table["default"]
     assert tiles_for((12, 1), table) == table["12.1"]
 
 
-def test_tiles_in_flight_fit_the_shared_memory_of_their_device():
+def test_tiles_in_flight_fit_in_the_shared_memory_of_their_device():
     for name, tiles in read_table().items():
         for tile in tiles:
             weight = tile.block_n * 128
@@ -42,7 +42,7 @@ def test_tiles_of_unmeasured_devices_use_no_hopper_features():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda tiles: tiles.pop("default"), "no tiles named 'default'"),
+        (lambda tiles: tiles.pop("default"), "lacks tiles named 'default'"),
         (lambda tiles: tiles["12.1"].clear(), r"limits \[\]; fix: sort them"),
         (lambda tiles: tiles["12.1"].pop(), "fix: sort them"),
         (lambda tiles: tiles["12.1"].reverse(), "fix: sort them"),

@@ -10,7 +10,7 @@ IMAGE = Path(__file__).parents[3] / "files" / "image"
 DOCKERFILE = (IMAGE / "Dockerfile").read_text()
 
 
-def test_labels_name_base_plugin_and_supported_engines():
+def test_image_labels_list_base_plugin_and_supported_engines():
     labels = dict(re.findall(r'(spark\.\w+)="([^"]*)"', DOCKERFILE))
     version = re.search(r'^version = "(.*)"$', (IMAGE / "pyproject.toml").read_text(), re.M)
     assert labels == {
@@ -20,15 +20,15 @@ def test_labels_name_base_plugin_and_supported_engines():
     }
 
 
-def test_build_ends_with_the_check():
+def test_image_build_ends_with_the_plugin_check():
     assert DOCKERFILE.rstrip().endswith("RUN cd / && python3 -m spark_vllm.check")
     assert DOCKERFILE.count("--no-deps") == 2
 
 
-def test_check_reports_a_missing_engine():
+def test_plugin_check_reports_a_missing_engine():
     done = subprocess.run(
         [sys.executable, "-S", "-m", "spark_vllm.check"],  # no packages: not even PyYAML
         env={**os.environ, "PYTHONPATH": str(IMAGE)}, capture_output=True, text=True,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (1, "")
-    assert done.stdout.startswith("error: vllm: not installed for this Python; fix: ")
+    assert done.stdout.startswith("error: vllm is not installed for this Python; fix: ")

@@ -11,7 +11,7 @@ MODULES = [
 ]
 
 
-def test_fuses_144_shards_to_96_modules():
+def test_fuses_144_shards_into_96_modules():
     assert len(MODULES) == 144
     fused = names.fused_modules(MODULES, names.FUSED)
     assert len(fused) == 96
@@ -33,11 +33,11 @@ def test_fuses_144_shards_to_96_modules():
         ("lm_head", False),
     ],
 )
-def test_recognises_exactly_the_listed_modules(module, is_listed):
+def test_recognizes_exactly_the_listed_modules(module, is_listed):
     assert names.are_all_shards_listed(module, MODULES, names.FUSED) is is_listed
 
 
-def test_refuses_half_a_fused_module():
+def test_rejects_a_fused_module_with_only_some_shards_listed():
     modules = [name for name in MODULES if not name.endswith("layers.3.mlp.shared_expert.up_proj")]
     with pytest.raises(ValueError, match=r"layers\.3\.mlp\.shared_expert\.gate_up_proj.*only"):
         names.fused_modules(modules, names.FUSED)
@@ -76,7 +76,7 @@ def test_keeps_the_names_of_other_tensors(name):
     assert names.rename(name, HEAD_RULES) == name
 
 
-def test_refuses_an_overlay_of_modules_outside_the_text_layers():
+def test_rejects_an_overlay_with_modules_outside_the_text_layers():
     with pytest.raises(ValueError, match="layout 'full'"):
         names.overlay_rules(["mtp.layers.0.mlp.shared_expert.down_proj"], head_int8=False)
 

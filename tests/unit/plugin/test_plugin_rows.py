@@ -39,38 +39,38 @@ def test_parses_every_kind_of_requirement(tmp_path, requirement):
     assert read == (expected,)
 
 
-def test_row_can_name_versions_and_names_can_nest(tmp_path):
+def test_row_can_list_versions_and_names_can_refer_to_names(tmp_path):
     rows = f"- symbol: $b\n  requires: exists\n  {REASON}\n  versions: [{SUPPORTED_ENGINES[1]}]"
     [row] = table.read_rows(written(tmp_path / "rows.yml", rows, "{a: vllm.a, b: '$a:B'}"))
     assert (row.symbol, row.versions) == ("vllm.a:B", (SUPPORTED_ENGINES[1],))
 
 
 WRONG = {
-    "unknown rule": ("requires: {tekes: [a]}", "accepted requirements: exists, absent"),
-    "two rules": ("requires: {does: [a], contains: b}", "accepted requirements: exists, absent"),
-    "rule without a value": ("requires: does", "accepted requirements: exists, absent"),
-    "empty list": ("requires: {does: []}", "accepted requirements: exists, absent"),
-    "string instead of a list": ("requires: {does: a}", "accepted requirements: exists, absent"),
+    "unknown rule": ("requires: {tekes: [a]}", "expected exists, absent"),
+    "two rules": ("requires: {does: [a], contains: b}", "expected exists, absent"),
+    "rule without a value": ("requires: does", "expected exists, absent"),
+    "empty list": ("requires: {does: []}", "expected exists, absent"),
+    "string instead of a list": ("requires: {does: a}", "expected exists, absent"),
     "string of parameters": ("requires: {takes: a}", "a list of strings"),
     "string of keywords": ("requires: {takes: [a], keywords: bc}", "a list of strings"),
     "unknown decorator": (
         "requires: {takes: [], decorator: cached}",
-        "accepted requirements: exists, absent",
+        "expected exists, absent",
     ),
     "unknown key of a requirement": (
         "requires: {takes: [], keyword: [a]}",
-        "accepted requirements: exists",
+        "expected exists",
     ),
-    "no requirement": ("", "accepted: symbol, requires, reason"),
-    "unknown key": ("requires: exists\n  version: [0.30.0]", "accepted: symbol, requires"),
-    "unsupported engine": ("requires: exists\n  versions: [0.1.0]", "versions of 0.30.0"),
-    "no engine": ("requires: exists\n  versions: []", "versions of 0.30.0"),
+    "no requirement": ("", "expected symbol, requires, reason"),
+    "unknown key": ("requires: exists\n  version: [0.30.0]", "expected symbol, requires"),
+    "unsupported engine": ("requires: exists\n  versions: [0.1.0]", "versions from 0.30.0"),
+    "no engine": ("requires: exists\n  versions: []", "versions from 0.30.0"),
     "number as versions": ("requires: exists\n  versions: 0.30", "not iterable"),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_refuses_invalid_row(tmp_path, case):
+def test_rejects_invalid_row(tmp_path, case):
     text, words = WRONG[case]
     path = written(tmp_path / "rows.yml", f"- symbol: $base.c\n  {text}\n  {REASON}")
     with pytest.raises(ValueError, match=re.escape(words)) as error:
@@ -84,16 +84,16 @@ def test_refuses_invalid_row(tmp_path, case):
     ("text", "words"),
     [("requires: exists\n  requires: absent", "duplicate key"), ("requires: {", "while parsing")],
 )
-def test_refuses_duplicate_key_and_invalid_yaml(tmp_path, text, words):
+def test_rejects_duplicate_key_and_invalid_yaml(tmp_path, text, words):
     with pytest.raises(ValueError, match=f"rows.yml: (.|\n)*{words}(.|\n)*line [45]"):
         table.read_rows(written(tmp_path / "rows.yml", f"- symbol: a:b\n  {text}\n  {REASON}"))
 
 
-def test_refuses_unknown_name_and_key(tmp_path):
+def test_rejects_unknown_name_and_key(tmp_path):
     row = f"- symbol: $bace.c\n  requires: exists\n  {REASON}"
-    with pytest.raises(ValueError, match=r"row 1: .*\$bace\.c.*: accepted names: base"):
+    with pytest.raises(ValueError, match=r"row 1: .*\$bace\.c.*: unknown name .*, expected base"):
         table.read_rows(written(tmp_path / "rows.yml", row))
-    with pytest.raises(ValueError, match="accepted: names, and rows by file"):
+    with pytest.raises(ValueError, match="expected names, and rows for each file"):
         table.read_rows(written(tmp_path / "rows.yml", row, "{base: vllm}\nmore: 1"))
 
 

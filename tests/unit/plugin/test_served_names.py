@@ -48,7 +48,7 @@ def _defaults(monkeypatch):
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
-def test_a_name_adds_its_defaults_and_keeps_the_rest(chunks):
+def test_model_name_adds_its_defaults_to_the_request(chunks):
     body = {"model": "fast", "messages": [{"role": "user", "content": "Grüße"}], "stream": True}
     seen = sent(json.dumps(body).encode(), chunks=chunks)
     assert json.loads(seen["body"]) == {
@@ -59,7 +59,7 @@ def test_a_name_adds_its_defaults_and_keeps_the_rest(chunks):
     assert seen["next"] == "http.disconnect"
 
 
-def test_values_of_the_request_win():
+def test_request_values_override_defaults():
     own = {
         "model": "fast",
         "temperature": 0,
@@ -73,16 +73,16 @@ def test_values_of_the_request_win():
     "body",
     [b'{"model": "other"}', b'{"model": ["fast"]}', b'{"n": 1}', b"[]", b"fast", b"", b"\xff{"],
 )
-def test_other_requests_stay_as_they_are(body):
+def test_requests_for_other_models_are_unchanged(body):
     assert sent(body)["body"] == body
     assert add_defaults(body, {}) == body
 
 
-def test_other_methods_stay_as_they_are():
+def test_other_http_methods_are_unchanged():
     assert sent(b'{"model": "fast"}', method="GET")["body"] == b'{"model": "fast"}'
 
 
-def test_plan_serves_the_names_with_their_defaults():
+def test_plan_passes_the_request_defaults_of_each_model_name():
     chosen = {"fast": {"thinking": False}, "qwen": {"temperature": 0.6}}
     serve = plan_of(**{"serve.names": ["qwen"], "serve.defaults": chosen}).release
     assert serve.names == ("qwen", "fast")
@@ -93,6 +93,6 @@ def test_plan_serves_the_names_with_their_defaults():
     assert "--middleware" not in plan_of().release.engine.argv
 
 
-def test_refuses_defaults_without_the_plugin():
+def test_rejects_defaults_without_the_plugin():
     with pytest.raises(PlanError, match=r"serve\.defaults: profile base has no plugin"):
         plan_of(profile="base", **{"serve.defaults": {"fast": {"thinking": False}}})

@@ -75,7 +75,7 @@ class _Build:
         url = plan.donor.url if isinstance(plan.donor, DonorUrl) else ""
         donor_dir = self.work / f"donor-{hashlib.sha256(url.encode()).hexdigest()[:12]}"
         storage.clear(self.work, keep=frozenset({donor_dir.name}))
-        self.progress.phase("check-sources")
+        self.progress.start_phase("check-sources")
         config = read_config(plan.base_dir)
         layouts.check_config(config, str(plan.base_dir / CONFIG_NAME), plan.head)
         sources = source_checks.check_sources(plan, read_checkpoint(plan.base_dir), config)
@@ -169,9 +169,9 @@ class _Build:
             shutil.rmtree(donor_dir)
             raise ValidationError(
                 plan.donor.url,
-                f"sent tensors with sha256 {sha256}, the lock has {plan.donor.sha256}",
-                "check whether the hub or a proxy changed the content, then run it again; if the "
-                "lock is wrong, delete donor_sha256 of this build from it",
+                f"sent tensors with sha256 {sha256}, but the lock has {plan.donor.sha256}",
+                "check whether the hub or a proxy changed the content, then run the command again; "
+                "if the lock is wrong, delete donor_sha256 of this build in the lock file",
             )
         return spans, sha256
 
@@ -234,7 +234,7 @@ def hash_base(
 ) -> dict[str, verify.FileHashes]:
     """Return the hashes of each base file, with pieces for ``rewritten`` files.
 
-    For a pinned revision they come from the receipt, except for changed files and missing pieces.
+    For a pinned revision, they come from the receipt, except for changed files and missing pieces.
     """
     directory = plan.base_dir
     if plan.base.revision is None:
@@ -269,9 +269,9 @@ def _load_base_receipt(plan: BuildPlan) -> receipts.AnyReceipt:
     if receipt is None or revision != required:
         actual = f"has revision {revision}" if receipt else "has no receipt"
         fix = "download the base at the locked commit"
-        if len(required or "") > 40:  # digest of a requantized base
+        if len(required or "") > 40:  # the digest of a requantized base
             fix = "run `spark-deploy add --requantize`"
-        raise ValidationError(str(directory), f"{actual}, the plan requires {required}", fix)
+        raise ValidationError(str(directory), f"{actual}, but the plan requires {required}", fix)
     try:
         verify.check_files(directory, receipt)
     except ReceiptMismatchError as error:
@@ -280,7 +280,7 @@ def _load_base_receipt(plan: BuildPlan) -> receipts.AnyReceipt:
 
 
 def _read_pieces(file: receipts.ReceiptFile) -> tuple[verify.Piece, ...] | None:
-    """Return the pieces of a file in a receipt; a small file is a single piece."""
+    """Return the pieces of a file in a receipt, if known; a small file is a single piece."""
     if file.pieces is None and file.sha256 is not None and file.size_bytes <= verify.PIECE_BYTES:
         return (verify.Piece(file.size_bytes, file.sha256),) if file.size_bytes else ()
     return verify.parse_pieces(file)
@@ -290,7 +290,7 @@ def _hash_files(
     directory: Path, names: list[str], progress: Progress
 ) -> dict[str, verify.FileHashes]:
     if names:
-        progress.phase("hash-base", sum((directory / name).stat().st_size for name in names))
+        progress.start_phase("hash-base", sum((directory / name).stat().st_size for name in names))
     with ThreadPoolExecutor(storage.WORKERS) as pool:
         hashes = pool.map(
             lambda name: verify.hash_with_pieces(directory / name, progress.add), names
@@ -301,7 +301,7 @@ def _hash_files(
 def rewritten_shards(plan: BuildPlan, base: Checkpoint) -> set[str]:
     """Return the base's shards that the result cannot use unchanged.
 
-    In an overlay these are the shards of a packed drafter and of n-gram tables, because engines
+    In an overlay, these are the shards of a packed drafter and of n-gram tables, because engines
     load whole files.
     """
     if plan.layout == "full":
@@ -314,9 +314,9 @@ def rewritten_shards(plan: BuildPlan, base: Checkpoint) -> set[str]:
 def peak_bytes(
     plan: BuildPlan, base: Checkpoint, received: Mapping[str, Tensor], grafted: Collection[str]
 ) -> int:
-    """Return the peak disk use of a build; new tensors are staged, then copied into the result.
+    """Return the peak disk use of a build, which stages new tensors and copies them to the result.
 
-    ``received`` are tensors of the donor; ``grafted`` are the names of those that become 16-bit.
+    ``received`` are the donor's tensors; ``grafted`` are the names of those that become 16-bit.
     """
     staged_bytes = sum(tensor.size_bytes for tensor in received.values())
     weights = [

@@ -14,16 +14,16 @@ from spark_checkpoint.number_formats import Codes, Floats, from_e4m3, reduce_blo
 _RELATIVE_ROUNDING = 2.0**-4 + 2.0**-7
 # Absolute error in units of the block's scale: half the smallest step, and rounding of the scale.
 _ABSOLUTE_ROUNDING = 2.0**-10 * (1 + 2.0**-3)
-# Blocks of a row to compare at once, so that float32 copies fit the processor's cache.
+# Blocks of a row to compare at once; float32 copies of them fit in the processor's cache.
 _BLOCKS_AT_ONCE = 8
 # Limits of a block scale relative to the median of the same module in all experts and layers; the
 # plugin has the same limits.
 _MIN_RATIO, _MAX_RATIO = 1 / 1024, 128
 
 
-class Error(NamedTuple):
-    module: float
-    worst_block: float
+class Deviation(NamedTuple):
+    module_error: float
+    worst_block_error: float
     beyond_rounding: int  # number of elements whose error exceeds rounding
 
 
@@ -70,30 +70,33 @@ class Comparison:
             reduce_blocks(np.add, np.square(power, out=power), self._block)[0],
         )
 
-    def error(self) -> Error:
+    def deviation(self) -> Deviation:
         errors, power = np.array(self._errors, np.float64), np.array(self._power, np.float64)
         is_zero = power == 0
         by_block = np.sqrt(errors / np.where(is_zero, 1, power))
-        worst = float(np.where(is_zero & (errors > 0), np.inf, by_block).max())
+        worst_block = float(np.where(is_zero & (errors > 0), np.inf, by_block).max())
         total = power.sum()
-        module = float(np.sqrt(errors.sum() / total)) if total > 0 else worst
-        return Error(module, worst, self._beyond_rounding)
+        module_error = float(np.sqrt(errors.sum() / total)) if total > 0 else worst_block
+        return Deviation(module_error, worst_block, self._beyond_rounding)
 
 
-def check_outliers(errors: Mapping[str, Error]) -> None:
-    """Raise ValidationError if a few modules have elements beyond rounding: they are damaged.
+def check_outliers(deviations: Mapping[str, Deviation]) -> None:
+    """Raise ValidationError if only a few modules have elements beyond rounding: they are damaged.
 
     A donor made from slightly different weights has such elements in nearly every module.
     """
     damaged = {
-        module: error.beyond_rounding for module, error in errors.items() if error.beyond_rounding
+        module: deviation.beyond_rounding
+        for module, deviation in deviations.items()
+        if deviation.beyond_rounding
     }
-    if not damaged or len(damaged) * 10 > len(errors):
+    if not damaged or len(damaged) * 10 > len(deviations):
         return
     module, count = max(damaged.items(), key=lambda item: item[1])
     problem = (
-        f"{count} donor elements differ from the base by more than rounding, while "
-        f"{len(errors) - len(damaged)} of {len(errors)} modules have none: the file is damaged"
+        f"{count} donor elements differ from the base by more than rounding, but "
+        f"{len(deviations) - len(damaged)} of {len(deviations)} modules have no such element, so "
+        "the file is damaged"
     )
     raise ValidationError(module, problem, "download the donor again")
 
@@ -108,6 +111,8 @@ def check_scale_sizes(scales: Mapping[str, Floats]) -> None:
         for name, values in group.items():
             wrong = values[(values < _MIN_RATIO * median) | (values > _MAX_RATIO * median)]
             if wrong.size:
-                problem = f"has a scale of {wrong[0]:g}, the median of these modules is {median:g}"
+                problem = (
+                    f"has a scale of {wrong[0]:g}, but the median of similar modules is {median:g}"
+                )
                 fix = "download the donor again, or use the FP8 repository of the same model"
                 raise ValidationError(f"donor {name}", problem, fix)

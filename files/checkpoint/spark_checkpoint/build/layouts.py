@@ -54,7 +54,7 @@ def check_config(base: Mapping[str, Any], where: str, head: str) -> None:
     if head == "int8-g128" and any(
         level.get("tie_word_embeddings") for level in _config_sections(base)
     ):
-        problem = "ties the head to the embeddings, so the head cannot be packed separately"
+        problem = "shares the head with the embeddings, so the head cannot be packed separately"
         raise ValidationError(where, problem, "set head: keep")
 
 
@@ -70,7 +70,7 @@ def result_config(
     quantization = config["quantization_config"]
     has_fp8 = plan.shared_experts.startswith("fp8")
     has_int8 = plan.shared_experts == "int8-g128" or plan.head != "keep"
-    # Without its tensors a table would be uninitialized memory in an engine without the plugin.
+    # An engine without the plugin would leave a table without tensors uninitialized.
     if has_fp8 or (plan.layout == "overlay" and has_int8) or plan.ngram_table != "keep":
         quantization["quant_method"] = PLUGIN_METHOD
     if quantization["quant_method"] == PLUGIN_METHOD:
@@ -105,7 +105,7 @@ def _merge(config: dict[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
 def set_blocks(quantization: dict[str, Any], names: Collection[str]) -> None:
     """Write the list of blocks with packed weights.
 
-    Without it the engine would treat all linear modules as quantized, including MTP.
+    If it were missing, the engine would treat all linear modules as quantized, including MTP.
     """
     blocks = [
         block
@@ -128,7 +128,7 @@ def set_blocks(quantization: dict[str, Any], names: Collection[str]) -> None:
 
 
 def _config_sections(config: Mapping[str, Any]) -> list[Any]:
-    """Return the config and its section of the language model, if any."""
+    """Return the config and its section for the language model, if any."""
     return [level for level in (config, config.get("text_config")) if isinstance(level, dict)]
 
 
@@ -147,7 +147,7 @@ class Writer:
     progress: Progress
 
     def write_overlay(self, rewritten: Collection[str]) -> Layout:
-        """Hard-link the base's files, and write a shard of new tensors with overlay names.
+        """Hard-link the base's files, and write new tensors to one shard, with overlay names.
 
         ``rewritten`` shards are copied without removed tensors and the 16-bit weights of a packed
         drafter.
@@ -156,7 +156,7 @@ class Writer:
         drafter = {old: new for old, new in added.items() if old.startswith(MTP_PREFIX) or not new}
         index = {name: shard for name, shard in base.owner.items() if name not in added}
         copied = sum(base.tensor(name).size_bytes for name in index if index[name] in rewritten)
-        self.progress.phase("write", self.changes.size_bytes + copied)
+        self.progress.start_phase("write", self.changes.size_bytes + copied)
         rewriter = replace(self, changes=Changes(drafter))
         files = []
         for name in directory.list_files(base.directory):
@@ -188,7 +188,7 @@ class Writer:
         excluded = base.shards.keys() | _REWRITTEN
         names += [name for name in directory.list_files(base.directory) if name not in excluded]
         names += [GRAFT_SHARD] if added.get("") else []
-        self.progress.phase("write", result_bytes(base, self.changes))
+        self.progress.start_phase("write", result_bytes(base, self.changes))
         with ThreadPoolExecutor(WORKERS) as pool:
             entries = [entry for entry in pool.map(self._write_full_layout_file, names) if entry]
         index = {name: shard for name, shard in base.owner.items() if name not in added}
@@ -261,6 +261,6 @@ def _link_file(source: Path, target: Path) -> None:
     except OSError as error:
         if error.errno != errno.EXDEV:
             raise
-        problem = "is on another filesystem than the result, so it cannot be hard-linked"
+        problem = "is not on the same filesystem as the result, so it cannot be hard-linked"
         fix = "keep sources and models on the same filesystem, or set layout to full"
         raise ValidationError(str(source), problem, fix) from error

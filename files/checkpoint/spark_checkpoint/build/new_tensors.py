@@ -10,7 +10,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from spark_checkpoint.build.comparison import Comparison, Error, check_outliers, check_scale_sizes
+from spark_checkpoint.build.comparison import (
+    Comparison,
+    Deviation,
+    check_outliers,
+    check_scale_sizes,
+)
 from spark_checkpoint.build.write import Changes, NewTensor, Staging, split_span
 from spark_checkpoint.directory import Checkpoint, Span, read_span
 from spark_checkpoint.errors import ValidationError
@@ -38,13 +43,13 @@ from spark_checkpoint.tensor_sets import FP8, SCALE, WEIGHT, block_grid, scale_n
 # Limits of the relative error, which varies more between blocks than between modules.
 MODULE_LIMIT = 0.04
 BLOCK_LIMIT = 0.08
-_PIECE_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 20
 _EXPONENT_BITS = {"BF16": 0x7F80, "F16": 0x7C00}
 _FIX = "use donor and base of the same model, at the locked commits"
 _MTP_FIX = "download the donor again, or use the FP8 repository of the same model"
 
-_WEIGHTS_AT_ONCE = 64 << 10  # fits the processor's cache
-# INT8 codes to pack at once: large blocks need few writes.
+_WEIGHTS_AT_ONCE = 64 << 10  # fits in the processor's cache
+# INT8 codes to pack at once, because large blocks need few writes.
 _BLOCK_BYTES = 3 << 20
 
 _T = TypeVar("_T")
@@ -98,7 +103,7 @@ def pack_weight(
             rows = quantize_rows(values, bits)
             codes[row : row + row_count] = rows.codes
             scales[:, first + row : first + row + row_count] = rows.scales.T
-            sums += (rows.error, rows.power)
+            sums += (rows.squared_error, rows.squared_weights)
             on_bytes(len(raw))
         for line, packed in enumerate(pack_rows(codes, bits)):
             stage.write(qweight, (line * outputs + first) * WORD_BITS // 8, packed.data)
@@ -128,9 +133,11 @@ class TensorMaker:
     changes: Changes
 
     def compare_with_donor(self) -> None:
-        errors = self._run_in_parallel("spot-check", self._compare, self._weight_bytes())
-        check_outliers(dict(zip(self.modules, errors, strict=True)))
-        self.changes.report["shared_experts"] = _error_report([error.module for error in errors])
+        found = self._run_in_parallel("spot-check", self._compare, self._weight_bytes())
+        deviations = dict(zip(self.modules, found, strict=True))
+        check_outliers(deviations)
+        errors = [deviation.module_error for deviation in deviations.values()]
+        self.changes.report["shared_experts"] = _error_report(errors)
 
     def swap_from_donor(self) -> None:
         for module in self.modules:
@@ -152,7 +159,7 @@ class TensorMaker:
         self._swap(pack)
 
     def pack_head(self, name: str) -> None:
-        self.progress.phase("head", self.base.tensor(name).size_bytes)
+        self.progress.start_phase("head", self.base.tensor(name).size_bytes)
         packed = pack_weight(self._base_weight(name), 8, self.stage, self.progress.add, WORKERS)
         self.changes.added[name] = packed.tensors
         self.changes.report["head"] = {"relative_error": _rounded(packed.error)}
@@ -169,13 +176,13 @@ class TensorMaker:
                 _check_values(name, entry, self._stage_bf16(name, span, used_blocks))
                 used_scales[name] = self._donor_scales(name)[np.concatenate(used_blocks)]
             else:
-                _check_values(name, entry, split_span(span, _PIECE_BYTES))
+                _check_values(name, entry, split_span(span, _CHUNK_BYTES))
             grafted.append(NewTensor(name, entry.dtype, entry.shape, span))
         check_scale_sizes(used_scales)
         self.changes.added.setdefault("", []).extend(grafted)
 
     def pack_drafter(self, names: Sequence[str]) -> None:
-        """Round 16-bit MTP weights of the base or of grafted tensors to INT4."""
+        """Round 16-bit MTP weights, of the base or grafted, to INT4."""
         added = self.changes.added
         grafted = {tensor.name: tensor for tensor in added.get("", ())}
         weights = {name: grafted.get(name) or self._base_weight(name) for name in names}
@@ -185,7 +192,7 @@ class TensorMaker:
             if packed.error > INT4_LIMIT:
                 problem = f"INT4 differs from the 16-bit weight by {packed.error:.1%}"
                 fix = "set drafter: keep"
-                raise ValidationError(name, f"{problem}, the limit is {INT4_LIMIT:.0%}", fix)
+                raise ValidationError(name, f"{problem}, but the limit is {INT4_LIMIT:.0%}", fix)
             return packed
 
         sizes = {name: weight.span.size_bytes for name, weight in weights.items()}
@@ -205,7 +212,7 @@ class TensorMaker:
     def _stage_bf16(self, name: str, target: Span, used_blocks: list[Any]) -> Iterator[bytes]:
         """Stage an FP8 matrix as BF16, and yield its bytes by rows of blocks.
 
-        Append to ``used_blocks`` which blocks of each row have a nonzero weight.
+        For each row, append to ``used_blocks`` which blocks have a nonzero weight.
         """
         position, scales = 0, self._donor_scales(name)
         for rows in _read_fp8_rows(self.spans[name], scales, self.donor[name].shape[1], self.block):
@@ -223,8 +230,8 @@ class TensorMaker:
             raise ValidationError(weight_name, "donor scales must be finite and above zero", _FIX)
         return scales
 
-    def _compare(self, module: str) -> Error:
-        """Return the error of a donor's FP8 weight; raise ValidationError if it is too large."""
+    def _compare(self, module: str) -> Deviation:
+        """Return a donor weight's deviation; raise ValidationError if it is too large."""
         name = module + WEIGHT
         comparison = Comparison(self._donor_scales(name), self.block)
         codes = split_span(self.spans[name], self.donor[name].shape[1] * self.block[0])
@@ -234,16 +241,17 @@ class TensorMaker:
             raise ValidationError(module, "donor weight has NaN codes", _FIX)
         if not comparison.any_nonzero:
             raise ValidationError(module, "donor weight is all zero", _FIX)
-        error = comparison.error()
+        deviation = comparison.deviation()
         # `not <=` also finds NaN.
-        if not (error.module <= MODULE_LIMIT and error.worst_block <= BLOCK_LIMIT):
+        module_error, worst_block_error, _ = deviation
+        if not (module_error <= MODULE_LIMIT and worst_block_error <= BLOCK_LIMIT):
             problem = (
-                f"donor differs from the base's weight by {error.module:.1%} "
-                f"(worst block {error.worst_block:.1%}); FP8 rounding is about 2.6%, "
+                f"donor differs from the base's weight by {module_error:.1%} "
+                f"(worst block {worst_block_error:.1%}); FP8 rounding is about 2.6%, "
                 f"the limits are {MODULE_LIMIT:.0%} and {BLOCK_LIMIT:.0%}"
             )
             raise ValidationError(module, problem, _FIX)
-        return error
+        return deviation
 
     def _to_fp8(self, module: str) -> tuple[list[NewTensor], float]:
         shape, block = self.base.tensor(module + WEIGHT).shape, self.block
@@ -265,7 +273,7 @@ class TensorMaker:
         return tensors, (squared_error / power) ** 0.5 if power else 0.0
 
     def _swap(self, quantize: Callable[[str], tuple[list[NewTensor], float]]) -> None:
-        """Replace all modules by the result of ``quantize``: new tensors and relative error."""
+        """Replace all modules; ``quantize`` returns a module's new tensors and relative error."""
         results = self._run_in_parallel("quantize", quantize, self._weight_bytes())
         for module, (tensors, _) in zip(self.modules, results, strict=True):
             self.changes.added[module + WEIGHT] = tensors
@@ -277,7 +285,7 @@ class TensorMaker:
     def _run_in_parallel(
         self, phase: str, work: Callable[[str], _T], sizes: Mapping[str, int]
     ) -> list[_T]:
-        self.progress.phase(phase, sum(sizes.values()))
+        self.progress.start_phase(phase, sum(sizes.values()))
 
         def run(name: str) -> _T:
             result = work(name)
@@ -302,12 +310,12 @@ def _rounded(value: float) -> float:
     return float(f"{value:.5g}")
 
 
-def _check_values(name: str, entry: Tensor, pieces: Iterator[bytes]) -> None:
-    """Raise ValidationError for NaN, infinity and all-zero matrices; a norm may be all zero."""
+def _check_values(name: str, entry: Tensor, chunks: Iterator[bytes]) -> None:
+    """Raise ValidationError for NaN, infinity and all-zero matrices; vectors may be all zero."""
     exponent = _EXPONENT_BITS[entry.dtype]
     any_nonzero = len(entry.shape) < 2
-    for piece in pieces:
-        words = np.frombuffer(piece, "<u2")
+    for chunk in chunks:
+        words = np.frombuffer(chunk, "<u2")
         if bool(((words & exponent) == exponent).any()):
             raise ValidationError(f"donor {name}", "has NaN or infinite values", _MTP_FIX)
         any_nonzero = any_nonzero or bool((words & 0x7FFF).any())

@@ -29,7 +29,7 @@ GROUP = 16
 E2M1_MAX, E4M3_MAX = 6.0, 448.0
 # The nearest e2m1 code (0, 0.5, 1, 1.5, 2, 3, 4, 6) for each magnitude in quarters.
 _E2M1_CODES = np.searchsorted([1, 3, 5, 7, 10, 14, 20], np.arange(32), side="right").astype("u1")
-_PIECE_ROWS = 1 << 16
+_CHUNK_ROWS = 1 << 16
 _SHARD = re.compile(
     r"(model\.language_model\.layers\.(\d+)\.ple\.ple_embedding\.ngram_embedding)\.shard_(\d+)\.weight"
 )
@@ -69,7 +69,9 @@ class NgramTable:
         return BLOCK_BYTES * (1 - (-self.rows // rows_per_block))
 
     def write(self, directory: Path, progress: Progress) -> Written:
-        progress.phase("ngram-table", sum(self.base.tensor(s).size_bytes for s in self.shards))
+        progress.start_phase(
+            "ngram-table", sum(self.base.tensor(s).size_bytes for s in self.shards)
+        )
         encode, scale = self._select_encoder()
         header = {
             "format": FORMAT,
@@ -92,7 +94,7 @@ class NgramTable:
             return sink.finish()
 
     def _select_encoder(self) -> tuple[Callable[[str, int, int], Codes], float]:
-        """Return a function for rows of a shard, and the scale of the whole table."""
+        """Return a function that encodes rows of a shard, and the scale of the whole table."""
         dtype = self.base.tensor(self.shards[0]).dtype
         if dtype == "U8" and self.number_format == "e2m1":
             return self._join_packed, self._read_scale("weight_scale_2")
@@ -100,7 +102,7 @@ class NgramTable:
             scale = self._read_scale("weight_scale")
             if self.number_format == "e4m3":
                 return self._read_fp8, scale
-            # Relative to this scale, a group's scale is its largest FP8 value: at most 448.
+            # Relative to this scale, a group's scale equals its largest FP8 value, at most 448.
             table_scale = scale / E2M1_MAX
 
             def requantize(shard: str, start: int, count: int) -> Codes:
@@ -110,28 +112,32 @@ class NgramTable:
             return requantize, float(np.float32(table_scale))
         if dtype in ("BF16", "F16") and self.number_format == "e2m1":
             largest = max(
-                float(np.abs(self._read_floats(*piece)).max()) for piece in self._pieces()
+                float(np.abs(self._read_floats(*chunk)).max()) for chunk in self._chunks()
             )
             table_scale = float(np.float32(largest / (E2M1_MAX * E4M3_MAX))) or 1.0
-            return (lambda *p: quantize_to_e2m1(self._read_floats(*p), table_scale)), table_scale
+            return (
+                lambda *chunk: quantize_to_e2m1(self._read_floats(*chunk), table_scale)
+            ), table_scale
         problem = f"is {dtype}, which cannot become {self.number_format}"
         raise ValidationError(self.shards[0], problem, _FIX)
 
-    def _pieces(self) -> Iterator[tuple[str, int, int]]:
+    def _chunks(self) -> Iterator[tuple[str, int, int]]:
         for shard in self.shards:
             rows = self.base.tensor(shard).shape[0]
-            for start in range(0, rows, _PIECE_ROWS):
-                yield shard, start, min(_PIECE_ROWS, rows - start)
+            for start in range(0, rows, _CHUNK_ROWS):
+                yield shard, start, min(_CHUNK_ROWS, rows - start)
 
     def _encode_all(
         self, encode: Callable[[str, int, int], Codes], progress: Progress
     ) -> Iterator[Codes]:
-        pieces = self._pieces()
+        chunks = self._chunks()
         with ThreadPoolExecutor(WORKERS) as pool:
-            while batch := list(itertools.islice(pieces, WORKERS)):
-                for piece, rows in zip(batch, pool.map(lambda p: encode(*p), batch), strict=True):
-                    tensor = self.base.tensor(piece[0])
-                    progress.add(piece[2] * tensor.size_bytes // tensor.shape[0])
+            while batch := list(itertools.islice(chunks, WORKERS)):
+                for chunk, rows in zip(
+                    batch, pool.map(lambda chunk: encode(*chunk), batch), strict=True
+                ):
+                    tensor = self.base.tensor(chunk[0])
+                    progress.add(chunk[2] * tensor.size_bytes // tensor.shape[0])
                     yield rows
 
     def _read(self, name: str, start: int, count: int) -> bytes:
@@ -185,15 +191,17 @@ def find_tables(base: Checkpoint, number_format: str) -> list[NgramTable]:
     for (prefix, layer), shards in sorted(shards_by_table.items()):
         missing = set(range(max(shards) + 1)) - shards.keys()
         if missing:
-            fix = "download it again"
-            raise ValidationError(prefix, f"lacks shard_{min(missing)} of {max(shards) + 1}", fix)
+            fix = "download the base again"
+            raise ValidationError(
+                prefix, f"lacks shard_{min(missing)} of {max(shards) + 1} shards", fix
+            )
         ordered = tuple(shards[number] for number in sorted(shards))
         tables.append(NgramTable(base, prefix, layer, ordered, number_format))
     return tables
 
 
 def quantize_to_e2m1(values: Floats, table_scale: float) -> Codes:
-    """Round rows to e2m1 with an e4m3 scale for every 16 numbers: packed codes, then scales."""
+    """Round rows to e2m1; return each row's packed codes, then an e4m3 scale per 16 numbers."""
     groups = values.reshape(len(values), -1, GROUP)
     largest = np.abs(groups).max(axis=2)
     step = np.float32(table_scale)
@@ -207,7 +215,7 @@ def quantize_to_e2m1(values: Floats, table_scale: float) -> Codes:
 
 
 def _regroup_rows(arrays: Iterator[Codes], multiple: int) -> Iterator[Codes]:
-    """Yield the same rows in arrays whose length is a multiple; the last may be shorter."""
+    """Yield the rows in arrays whose lengths are multiples of ``multiple``, except for the last."""
     rest: Codes | None = None
     for rows in arrays:
         rows = rows if rest is None else np.concatenate([rest, rows])

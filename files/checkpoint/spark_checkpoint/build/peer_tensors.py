@@ -69,12 +69,12 @@ def read_changes(
     staged = donor.stage(headers, directory, progress)
     spans = {name: staged[stored[name]] for name in stored}
 
-    def tensor(name: str) -> NewTensor:
+    def new_tensor(name: str) -> NewTensor:
         return NewTensor(name, entries[name].dtype, entries[name].shape, spans[name])
 
-    changes = Changes({old: [tensor(name) for name in names] for old, names in new.items()})
+    changes = Changes({old: [new_tensor(name) for name in names] for old, names in new.items()})
     if grafted:
-        changes.added[""] = [tensor(name) for name in grafted]
+        changes.added[""] = [new_tensor(name) for name in grafted]
     if plan.shared_experts == "fp8-donor":
         with closing(Staging(work / "new-tensors")) as stage:
             TensorMaker(
@@ -98,7 +98,7 @@ def check_locked_tensors(
         {tensor.name: tensor for tensor in new}, {tensor.name: tensor.span for tensor in new}
     )
     if sha256 != receipt_sha256:
-        problem = f"sent FP8 tensors with sha256 {sha256}, the receipt has {receipt_sha256}"
+        problem = f"sent FP8 tensors with sha256 {sha256}, but the receipt has {receipt_sha256}"
         raise ValidationError(where, problem, BUILD_LOCALLY)
 
 
@@ -112,7 +112,7 @@ def _check_entries(
         if names == (module + tensor_sets.WEIGHT, module + tensor_sets.SCALE):
             weight, scale = (entries[name] for name in names)
             shape = base.tensor(old).shape
-            tensor_sets.check_fp8_pair(f"peer {module}", shape, weight, scale, plan.block_shape)
+            tensor_sets.check_fp8_weight(f"peer {module}", shape, weight, scale, plan.block_shape)
             continue
         packed = entries[names[0]]
         bits = 4 if old.startswith(tensor_sets.MTP_PREFIX) else 8

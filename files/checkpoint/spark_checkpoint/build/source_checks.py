@@ -28,7 +28,7 @@ from spark_checkpoint.tensor_sets import (
     WEIGHT,
     base_patterns,
     check_donor_shapes,
-    check_fp8_pair,
+    check_fp8_weight,
     check_packable,
     check_planned_shapes,
     check_same_names,
@@ -42,7 +42,7 @@ from spark_checkpoint.tensor_sets import (
 _EMBEDDING = "model.language_model.embed_tokens.weight"
 _FIX = "download the donor again, or use the FP8 repository of the same model"
 
-# Shapes of MTP tensors in multiples of sizes in config.json; "" accepts any size.
+# Shapes of MTP tensors as multiples of sizes in config.json; the key "" accepts any size.
 _Shape = tuple[tuple[int, str], ...]
 _ANY, _ONE = (1, ""), (1, "1")
 _HIDDEN, _HEAD = (1, "hidden_size"), (1, "head_dim")
@@ -79,7 +79,7 @@ def check_sources(plan: BuildPlan, base: Checkpoint, config: Mapping[str, Any]) 
         weight = base.tensor(name)
         if plan.shared_experts == "fp8-base":
             scale = base.tensor(module + SCALE)
-            check_fp8_pair(f"base {module}", weight.shape, weight, scale, plan.block_shape)
+            check_fp8_weight(f"base {module}", weight.shape, weight, scale, plan.block_shape)
         elif plan.shared_experts != "keep":
             if weight.dtype not in SIXTEEN_BIT or len(weight.shape) != 2:
                 actual = f"{name} is {weight.dtype} {list(weight.shape)}"
@@ -97,7 +97,7 @@ def check_sources(plan: BuildPlan, base: Checkpoint, config: Mapping[str, Any]) 
     elif mtp_missing:
         raise ValidationError(
             str(base.directory),
-            f"lacks {len(mtp_missing)} MTP tensors and there is no donor to graft them from: "
+            f"lacks {len(mtp_missing)} MTP tensors, and the plan has no donor that supplies them: "
             f"{list_names(mtp_missing)}",
             "use a profile with a donor, or a base with MTP tensors",
         )
@@ -111,21 +111,21 @@ _COUNTED = {
 
 
 def _check_counts(base: Checkpoint, config: Mapping[str, Any]) -> None:
-    """Compare counts in config.json with the base's names, which are those of the catalog."""
+    """Compare counts in config.json with the base's names, which match the catalog."""
     sizes = read_sizes(base, config)
     for key, pattern in _COUNTED.items():
         planned = len({match[1] for name in base.owner if (match := pattern.match(name))})
         if sizes.get(key, planned) != planned:
-            problem = f"{key} is {sizes[key]}, the model file's tensors have {planned}"
-            fix = "download the base again, or correct tensors in the model's file"
+            problem = f"{key} is {sizes[key]}, but the model file lists tensors for {planned}"
+            fix = "download the base again, or correct `tensors` in the model file"
             raise ValidationError(f"{base.directory}/config.json", problem, fix)
 
 
 def _check_drafter(plan: BuildPlan, base: Checkpoint, mtp_missing: Sequence[str]) -> None:
     weights = set(drafter_weights(plan))
     if weights:
-        known = weights & expand_all(plan.mtp_tensors)
-        check_same_names("drafter_int4", "MTP weights to round", known, weights)
+        present = weights & expand_all(plan.mtp_tensors)
+        check_same_names("drafter_int4", "MTP weights to round", present, weights)
     for name in weights.difference(mtp_missing):
         check_packable(name, base.tensor(name), bits=4)
 
@@ -154,9 +154,9 @@ def check_base_names(plan: BuildPlan, base: Checkpoint, modules: list[str]) -> l
     mtp_expected = expand_all(plan.mtp_tensors)
     if mtp_present - mtp_expected:
         check_same_names(where, "MTP tensors", mtp_present, mtp_expected)
-    absent = [module for module in modules if module + WEIGHT not in base.owner]
-    if absent or len(set(modules)) != len(modules):
-        check_same_names(where, "modules to swap", set(modules) - set(absent), modules)
+    missing = [module for module in modules if module + WEIGHT not in base.owner]
+    if missing or len(set(modules)) != len(modules):
+        check_same_names(where, "modules to swap", set(modules) - set(missing), modules)
     return sorted(mtp_expected - mtp_present)
 
 
@@ -195,13 +195,13 @@ def _open_donor(
             if planned:
                 check_donor_shapes(module, planned[module], weight, scale)
             shape = weights[module].shape
-            check_fp8_pair(f"donor {module}", shape, weight, scale, plan.block_shape)
+            check_fp8_weight(f"donor {module}", shape, weight, scale, plan.block_shape)
     return donor
 
 
 def read_sizes(base: Checkpoint, config: Mapping[str, Any]) -> dict[str, int]:
     """Return the sizes in config.json; the embedding's width is the default hidden size."""
-    sizes = {"1": 1}  # the key of fixed lengths in _SHAPES
+    sizes = {"1": 1}  # _ONE in _SHAPES has this key
     if _EMBEDDING in base.owner:
         sizes["hidden_size"] = base.tensor(_EMBEDDING).shape[-1]
     text = config.get("text_config")
@@ -234,14 +234,14 @@ def check_graftable(
             if scale_name(name) not in entries:
                 raise ValidationError(where, "is FP8 without block scales", _FIX)
             scale = entries[scale_name(name)]
-            check_fp8_pair(where.removesuffix(WEIGHT), entry.shape, entry, scale, block)
+            check_fp8_weight(where.removesuffix(WEIGHT), entry.shape, entry, scale, block)
         elif entry.dtype not in SIXTEEN_BIT:
-            problem = f"is {entry.dtype}, expected {FP8} or a 16-bit float"
+            problem = f"is {entry.dtype}, expected {FP8} or a 16-bit floating-point dtype"
             raise ValidationError(where, problem, _FIX)
         shape = next((shape for pattern, shape in _SHAPES if re.fullmatch(pattern, name)), None)
         if shape is None:
             continue
-        # None: any size.
+        # None accepts any size.
         expected = [factor * sizes[key] if key in sizes else None for factor, key in shape]
         is_same = len(entry.shape) == len(expected) and all(
             size in (None, actual) for actual, size in zip(entry.shape, expected, strict=True)

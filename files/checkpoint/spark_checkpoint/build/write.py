@@ -74,10 +74,10 @@ class Staging:
 
 
 def split_span(span: Span, size_bytes: int) -> Iterator[bytes]:
-    """Yield the bytes of a span in pieces of ``size_bytes``; the last may be smaller."""
+    """Yield the bytes of a span in chunks of ``size_bytes``; the last may be smaller."""
     for offset in range(0, span.size_bytes, size_bytes):
-        piece = min(size_bytes, span.size_bytes - offset)
-        yield read_span(Span(span.path, span.offset + offset, piece))
+        chunk_bytes = min(size_bytes, span.size_bytes - offset)
+        yield read_span(Span(span.path, span.offset + offset, chunk_bytes))
 
 
 class VerifiedSource:
@@ -98,7 +98,7 @@ class VerifiedSource:
     def copy(self, span: Span, sink: "HashingFile", progress: Progress) -> None:
         """Copy a span; spans must be in file order.
 
-        Pieces that are copied as a whole need no second hash.
+        Pieces that are copied as a whole are hashed only once.
         """
         self._skip_to(span.offset)
         end = span.offset + span.size_bytes
@@ -118,7 +118,7 @@ class VerifiedSource:
         self._skip_to(self._size_bytes)
         self._dropper.finish()
         if read_stamp(self._fd) != self._stamp or self._stamp.size_bytes != self._size_bytes:
-            fix = "run it again, and do not change the base during a build"
+            fix = "do not change the base during a build, and run the command again"
             raise ValidationError(str(self._path), "was changed while it was read", fix)
 
     def _skip_to(self, offset: int) -> None:
@@ -149,7 +149,7 @@ class VerifiedSource:
             raise ValidationError(
                 str(self._path),
                 f"has sha256 {sha256} in bytes {self._piece_begin} to {self._position}, "
-                f"the receipt lists {piece.sha256}",
+                f"but the receipt lists {piece.sha256}",
                 "delete the source directory and download it again",
             )
         self._piece_begin, self._hasher = self._position, hashlib.sha256()
@@ -197,7 +197,7 @@ def write_new(
     path: Path, tensors: Sequence[NewTensor], metadata: dict[str, str], progress: Progress
 ) -> Written:
     with closing(HashingFile(path)) as sink:
-        sink.write(_header(tensors, metadata))
+        sink.write(_render_header(tensors, metadata))
         for span in join_spans(tensor.span for tensor in tensors):
             sink.copy(span, progress)
         return sink.finish()
@@ -219,7 +219,7 @@ def rewrite_shard(
     offsets = [span.offset for span in spans if span.path == base]
     in_order = offsets == sorted(offsets)
     with closing(HashingFile(path)) as sink, closing(VerifiedSource(base, hashes)) as source:
-        sink.write(_header(tensors, metadata))
+        sink.write(_render_header(tensors, metadata))
         for span in spans:
             if in_order and span.path == base:
                 source.copy(span, sink, progress)
@@ -258,7 +258,7 @@ def is_aligned(tensors: Sequence[NewTensor]) -> bool:
 
 
 def sort_by_alignment(tensors: Iterable[NewTensor]) -> list[NewTensor]:
-    """Return the tensors with the widest elements first, which are then aligned without padding."""
+    """Sort tensors with wide elements first, so that all are aligned without padding."""
     return sorted(tensors, key=lambda tensor: (-_item_bytes(tensor.dtype), tensor.name))
 
 
@@ -266,5 +266,5 @@ def _item_bytes(dtype: str) -> int:
     return max(1, DTYPE_BITS[dtype] // 8)
 
 
-def _header(tensors: Sequence[NewTensor], metadata: dict[str, str]) -> bytes:
+def _render_header(tensors: Sequence[NewTensor], metadata: dict[str, str]) -> bytes:
     return format_header(((t.name, t.dtype, t.shape) for t in tensors), metadata)

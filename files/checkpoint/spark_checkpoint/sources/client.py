@@ -57,8 +57,8 @@ class NotFoundError(TransferError):
 class HttpClient:
     """A thread-safe client for a download.
 
-    ``trusted_urls``: only their origins receive the token. ``direct``: bypass proxies and require
-    the token, as for peers. Setting ``stop`` ends all reads.
+    Only the origins of ``trusted_urls`` receive the token. ``direct``, for peers, bypasses proxies
+    and requires the token. Setting ``stop`` ends all reads.
     """
 
     def __init__(
@@ -81,13 +81,13 @@ class HttpClient:
         self._limit = connections.RateLimit(transfer.rate_limit_bytes_per_s)
         self._lock = threading.Lock()
         self._locations: dict[str, str] = {}  # after redirects
-        # Size and hash that the hub announces: sha256 of large files, git blob sha1 of small ones.
+        # Size and hash that the hub announces; the hash is sha256 or, for small files, git sha1.
         self._announced: dict[str, tuple[int | None, str | None]] = {}
         self.stop = stop or threading.Event()
         self.received_bytes = 0
 
     def for_first_pass(self) -> "HttpClient":
-        """Return a copy, with shared limits, that abandons sources which are slow or down."""
+        """Return a copy, with shared limits, that abandons slow and unreachable sources."""
         client = copy.copy(self)
         client._is_first_pass, client._transfer = True, replace(self._transfer, outage_s=0.0)
         return client
@@ -98,12 +98,12 @@ class HttpClient:
     def check_announcement(self, url: str, file: FetchFile) -> None:
         """Raise ValidationError if the hub announced a different size or hash than the lock."""
         size_bytes, announced_hash = self._announced.get(url, (None, None))
-        # The lock has no hash of another type.
+        # Compare only hashes of the same type.
         locked_hash = {64: file.sha256, 40: file.git_sha1}.get(len(announced_hash or ""))
         has_other_hash = locked_hash is not None and announced_hash != locked_hash
         if size_bytes not in (None, file.size_bytes) or has_other_hash:
             problem = (
-                f"the hub offers {size_bytes} bytes with hash {announced_hash}, the lock requires "
+                f"the hub offers {size_bytes} bytes with hash {announced_hash}, but the lock has "
                 f"{file.size_bytes} bytes with hash {file.sha256 or file.git_sha1}"
             )
             raise ValidationError(url, problem, "lock the repository again")
@@ -131,15 +131,15 @@ class HttpClient:
         def read_once() -> bytes:
             body = bytearray()
             with self._open(url, None) as response:
-                for piece in self._pieces(url, response):
-                    self._count_received(len(piece))
-                    body += piece
+                for chunk in self._read_chunks(url, response):
+                    self._count_received(len(chunk))
+                    body += chunk
                     if len(body) > limit_bytes:
                         problem = f"exceeds {limit_bytes} bytes"
                         raise ValidationError(url, problem, "check the repository")
                 missing = response.length_remaining
             if missing:
-                raise connections.RetryableError(f"the connection ended {missing} bytes early")
+                raise connections.RetryableError(f"the connection closed {missing} bytes early")
             return bytes(body)
 
         return self._retry(url, read_once)
@@ -149,8 +149,8 @@ class HttpClient:
     ) -> Iterator[bytes]:
         """Yield the bytes ``[begin, end)`` of a file in order; resume after interruptions.
 
-        Raises RangeUnsupportedError if the server sends the whole file instead of the range, and
-        TransferError if the retries run out without progress.
+        Raise RangeUnsupportedError if the server sends the whole file instead of the range, and
+        TransferError if all retries fail without progress.
         """
         position = begin
         budget = self._new_budget(url)
@@ -159,10 +159,10 @@ class HttpClient:
             try:
                 with self._open(url, None if whole else (position, end)) as response:
                     length = _check_length(url, response, position, end, total_bytes, whole=whole)
-                    for piece in self._read(url, response, length):
-                        position += len(piece)
-                        budget.record_progress(len(piece))
-                        yield piece
+                    for chunk in self._read(url, response, length):
+                        position += len(chunk)
+                        budget.record_progress(len(chunk))
+                        yield chunk
                 return
             except _FAILURES as error:
                 budget.record_failure(error)
@@ -189,23 +189,23 @@ class HttpClient:
         replaceable = self._direct or (self._is_first_pass and not self._is_trusted(url))
         return connections.MinimumRate.for_source(self._transfer, replaceable=replaceable)
 
-    def _pieces(self, url: str, response: BaseHTTPResponse) -> Iterator[bytes]:
-        piece_bytes = self._limit.piece_bytes
-        return connections.read_body(response, piece_bytes, self._transfer, self._minimum_rate(url))
+    def _read_chunks(self, url: str, response: BaseHTTPResponse) -> Iterator[bytes]:
+        chunk_bytes = self._limit.chunk_bytes
+        return connections.read_body(response, chunk_bytes, self._transfer, self._minimum_rate(url))
 
     def _read(self, url: str, response: BaseHTTPResponse, length: int) -> Iterator[bytes]:
         remaining = length
-        for piece in self._pieces(url, response):
-            self._limit.take(len(piece))
-            self._count_received(len(piece))
-            remaining -= len(piece)
+        for chunk in self._read_chunks(url, response):
+            self._limit.take(len(chunk))
+            self._count_received(len(chunk))
+            remaining -= len(chunk)
             if remaining < 0:
                 raise TransferError(url, "sent more bytes than requested", _OTHER_SOURCE)
-            yield piece
+            yield chunk
             if self.stop.is_set():
                 raise connections.cancellation_error(url)
         if remaining:
-            raise connections.RetryableError(f"the connection ended {remaining} bytes early")
+            raise connections.RetryableError(f"the connection closed {remaining} bytes early")
 
     def _open(self, url: str, byte_range: tuple[int, int] | None) -> BaseHTTPResponse:
         with self._lock:
@@ -220,7 +220,7 @@ class HttpClient:
             connections.release_connection(response, self._transfer)
             address = _resolve_redirect(address, target)
         else:
-            raise TransferError(url, "redirects in a loop", "check the address")
+            raise TransferError(url, "redirects too many times", "check the address")
         status = response.status
         if status in (200, 206):
             with self._lock:
@@ -274,7 +274,7 @@ class HttpClient:
         connections.release_connection(response, self._transfer)
         response = send(new_token)
         if new_token is not None:
-            self._token = new_token  # until the next challenge
+            self._token = new_token  # used until the next challenge
         elif response.status < 400:
             note(f"{address}: the hub rejected the token; continuing without it")
             self._token = None
@@ -283,7 +283,7 @@ class HttpClient:
     def _record_announcement(self, url: str, headers: Mapping[str, str]) -> None:
         commit, requested = headers.get("X-Repo-Commit"), _COMMIT.search(url)
         if commit and requested and commit != requested[1]:
-            problem = f"the hub sends commit {commit}"
+            problem = f"the hub sent another commit, {commit}"
             raise ValidationError(url, problem, "lock the repository again")
         size = headers.get("X-Linked-Size", "")
         tag = headers.get("X-Linked-ETag", "").removeprefix("W/").strip('"')
@@ -325,22 +325,22 @@ def _check_length(
 ) -> int:
     encoding = response.headers.get("Content-Encoding", "identity")
     if encoding != "identity":
-        raise TransferError(url, f"sends the encoding {encoding}", _OTHER_SOURCE)
+        raise TransferError(url, f"sent the unsupported encoding {encoding}", _OTHER_SOURCE)
     expected = end - begin
     if response.status == 206 or not whole:
         first, last, total = _parse_content_range(url, response)
         if total_bytes is not None and total != total_bytes:
             fix = "lock the repository again"
-            raise ValidationError(url, f"is {total} bytes long, not {total_bytes}", fix)
+            raise ValidationError(url, f"has {total} bytes, expected {total_bytes}", fix)
         if first != begin or last + 1 != min(end, total):
-            problem = f"sends bytes {first}-{last} for {begin}-{end - 1}"
+            problem = f"sent bytes {first}-{last} instead of {begin}-{end - 1}"
             raise TransferError(url, problem, _OTHER_SOURCE)
         expected = last + 1 - first
     announced = response.length_remaining
     if announced not in (None, expected):
         if whole:
-            raise ValidationError(url, f"is {announced} bytes long, not {expected}", _OTHER_SOURCE)
-        problem = f"announces {announced} bytes, requested were {expected}"
+            raise ValidationError(url, f"has {announced} bytes, expected {expected}", _OTHER_SOURCE)
+        problem = f"announced {announced} bytes, expected {expected}"
         raise TransferError(url, problem, _OTHER_SOURCE)
     return expected
 

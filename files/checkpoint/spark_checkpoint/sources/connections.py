@@ -1,7 +1,8 @@
 """urllib3 connections with proxies, tokens, stall timeouts, retries and a rate limit.
 
-A read timeout cannot detect a server that sends single bytes. Therefore response headers and pieces
-of a body have a time limit, and bodies a minimum rate; it is higher if other sources have the file.
+A read timeout cannot detect a server that sends single bytes. Therefore response headers and body
+chunks have a time limit, and bodies have a minimum rate, which is higher if other sources have the
+file.
 """
 
 import json
@@ -36,13 +37,13 @@ from urllib3.util import make_headers, parse_url
 from spark_checkpoint.errors import InputError, TransferError
 from spark_checkpoint.progress import note
 
-PIECE_BYTES = 1 << 20
-SKIP_S = 300.0  # until a slow source is tried again
+CHUNK_BYTES = 1 << 20
+SKIP_S = 300.0  # time until a slow source is tried again
 # All downloads of a job share this minimum.
 _MINIMUM_BYTES_PER_S = 1024
 _PAUSE_LIMIT_S = 30.0
-_PIECE_S = 1.0  # after this time, return a piece that is not complete
-_STALL_TIMEOUTS = 3  # response headers and pieces may take this many read timeouts
+_CHUNK_TIMEOUT_S = 1.0  # after this time, return an incomplete chunk
+_STALL_TIMEOUTS = 3  # response headers and chunks may take this many read timeouts
 _POLL_S = 0.25
 _DRAIN_BYTES = 1 << 16  # discard up to this size to reuse a connection
 
@@ -63,7 +64,7 @@ class MinimumRate(NamedTuple):
     bytes_per_s: float
     window_s: float
     grace_s: float = 0.0
-    # Give up after this time without the rate, even if tries remain.
+    # Give up if the rate was too low for this time, even if tries remain.
     patience_s: float = float("inf")
 
     @staticmethod
@@ -87,11 +88,11 @@ class RateLimit:
         self._free_at = time.monotonic()
 
     @property
-    def piece_bytes(self) -> int:
+    def chunk_bytes(self) -> int:
         """Bytes per read; small, so that the rate is even."""
         if self._bytes_per_s is None:
-            return PIECE_BYTES
-        return max(4096, min(PIECE_BYTES, self._bytes_per_s // 8))
+            return CHUNK_BYTES
+        return max(4096, min(CHUNK_BYTES, self._bytes_per_s // 8))
 
     def take(self, count_bytes: int) -> None:
         if self._bytes_per_s is None:
@@ -106,7 +107,7 @@ class RateLimit:
 class RetryBudget:
     """Limits the tries without progress, and waits between them.
 
-    ``outage_s``: retry at least this long, regardless of the number of tries.
+    It allows retries for at least ``outage_s``, regardless of the number of tries.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class RetryBudget:
     def record_progress(self, count_bytes: int) -> None:
         self._new_bytes += count_bytes
         active_s = time.monotonic() - self._progressed_at - self._paused_s
-        # Limited, because an unstable connection delivers little before it breaks again.
+        # Limited, because an unstable connection delivers few bytes before it breaks again.
         active_s = min(active_s, 10 * self._minimum.window_s)
         if self._new_bytes >= self._minimum.bytes_per_s * active_s:
             self._reset()
@@ -144,8 +145,8 @@ class RetryBudget:
             is_slow = is_replaceable and (is_too_long or waited_s >= self._minimum.window_s)
             raise (SlowSourceError if is_slow else TransferError)(
                 self._url,
-                f"no progress in {self._failures} tries and {waited_s:.0f} s, last: {reason}",
-                "check the network, then run it again to resume",
+                f"no progress in {self._failures} tries and {waited_s:.0f} s; last error: {reason}",
+                "check the network, then run the command again to resume",
             ) from error
         pause_s = min(_PAUSE_LIMIT_S, self._transfer.backoff_s * 2 ** (self._failures - 1))
         # Random, so that parallel requests do not retry at the same time.
@@ -153,7 +154,7 @@ class RetryBudget:
         pause_s = max(pause_s, requested_s)
         remaining_s = max(0.0, self._outage_s - waited_s)
         limit = f", for {remaining_s / 60:.0f} more minutes" if remaining_s > _PAUSE_LIMIT_S else ""
-        note(f"retry: {self._url}: {reason}; again in {pause_s:.1f} s{limit}")
+        note(f"retry: {self._url}: {reason}; next try in {pause_s:.1f} s{limit}")
         self._paused_s += pause_s
         if self._canceled.wait(pause_s):
             raise cancellation_error(self._url) from error
@@ -167,14 +168,14 @@ def _describe_failure(error: Exception, timeout_s: float) -> str:
         for cause in causes:
             if isinstance(cause, OSError) and cause.strerror:
                 return cause.strerror.lower()
-        return "the connection ended"
+        return "the connection closed"
     if isinstance(error, ConnectTimeoutError):
         return f"no connection for {timeout_s:g} s"
     return str(error) or type(error).__name__
 
 
 def cancellation_error(url: str) -> TransferError:
-    return TransferError(url, "canceled because another download failed", "fix that error")
+    return TransferError(url, "canceled because another download failed", "fix the other error")
 
 
 _sockets: WeakKeyDictionary[BaseHTTPResponse, socket.socket] = WeakKeyDictionary()
@@ -241,11 +242,11 @@ _stall_guard = _StallGuard()
 
 def read_body(
     response: BaseHTTPResponse,
-    piece_bytes: int,
+    chunk_bytes: int,
     transfer: TransferOptions,
     minimum: MinimumRate | None = None,
 ) -> Iterator[bytes]:
-    """Yield a body in pieces; raise RetryableError if the server is too slow."""
+    """Yield a body in chunks; raise RetryableError if the server is too slow."""
     minimum = minimum or MinimumRate.for_source(transfer, replaceable=False)
     waited_s, received = -minimum.grace_s, 0
     while True:
@@ -253,11 +254,11 @@ def read_body(
         with _stall_guard.shut_down_after(
             _sockets.get(response), _STALL_TIMEOUTS * transfer.timeout_s
         ):
-            piece = _read_piece(response, piece_bytes, started)
-        if not piece:
+            chunk = _read_chunk(response, chunk_bytes, started)
+        if not chunk:
             return
-        waited_s, received = waited_s + time.monotonic() - started, received + len(piece)
-        yield piece
+        waited_s, received = waited_s + time.monotonic() - started, received + len(chunk)
+        yield chunk
         if waited_s < minimum.window_s:
             continue
         if received < minimum.bytes_per_s * waited_s:
@@ -265,10 +266,10 @@ def read_body(
         waited_s, received = 0.0, 0
 
 
-def _read_piece(response: BaseHTTPResponse, limit_bytes: int, started: float) -> bytes:
+def _read_chunk(response: BaseHTTPResponse, limit_bytes: int, started: float) -> bytes:
     parts: list[bytes] = []
     remaining_bytes = limit_bytes
-    while remaining_bytes and (not parts or time.monotonic() - started < _PIECE_S):
+    while remaining_bytes and (not parts or time.monotonic() - started < _CHUNK_TIMEOUT_S):
         part = response.read1(remaining_bytes, decode_content=False)
         if not part:
             break
@@ -301,7 +302,7 @@ def parse_origin(url: str) -> Origin:
     """Return the origin of an http or https address; raise ValueError for any other."""
     parts = parse_url(url)
     if parts.scheme not in port_by_scheme or not parts.host:
-        raise ValueError(f"{url!r} is not an http(s) address")
+        raise ValueError(f"invalid address {url!r}, expected http:// or https://")
     return Origin(parts.scheme, parts.host, parts.port or port_by_scheme[parts.scheme])
 
 
@@ -351,7 +352,9 @@ def read_token(file: str | None, *, required: bool) -> str | None:
         problem = f"cannot be read ({error.strerror})"
         raise InputError(file, problem, "correct token_file") from error
     if not _is_token(token):
-        raise InputError(file, "does not contain a token", "write only the token to this file")
+        raise InputError(
+            file, "does not contain a valid token", "write only the token to this file"
+        )
     return token
 
 
@@ -364,7 +367,7 @@ def request_token(
 ) -> str | None:
     """Return an anonymous token from the service in a 401 challenge, or None.
 
-    ``scheme`` is that of the registry: with https the token service must use https as well.
+    If the registry's ``scheme`` is https, the token service must also use https.
     """
     token_service = parse_challenge(challenge, ("https", scheme))
     if token_service is None:
@@ -376,8 +379,8 @@ def request_token(
         response = pool.request("GET", url, redirect=False, retries=False, preload_content=False)
         if response.status != 200:
             return None
-        for piece in read_body(response, _TOKEN_LIMIT_BYTES, transfer):
-            body += piece
+        for chunk in read_body(response, _TOKEN_LIMIT_BYTES, transfer):
+            body += chunk
             if len(body) > _TOKEN_LIMIT_BYTES:
                 return None
         document = json.loads(body)

@@ -18,14 +18,14 @@ from spark_checkpoint.progress import Progress
 from spark_checkpoint.sources.client import HttpClient, NotFoundError
 from spark_checkpoint.storage import write_durably
 
-# Up to this size, reading a gap is cheaper than another request.
+# Reading a gap of up to this size is cheaper than another request.
 GAP_BYTES = 64 << 10
 # A failed request loses at most this much; many requests keep all connections busy.
 REQUEST_LIMIT_BYTES = 32 << 20
 _LENGTH_BYTES = 8
 _INDEX_LIMIT_BYTES = 256 << 20
 # Limit for index and headers together; 280,000 names need a fraction of it.
-_LIMIT_BYTES = 512 << 20
+_TOTAL_LIMIT_BYTES = 512 << 20
 
 
 class NamedRange(NamedTuple):
@@ -57,7 +57,7 @@ def merge_ranges(
 
 
 def _is_usable(name: str) -> bool:
-    """Return whether a build can use a tensor: routed experts only in MTP layers."""
+    """Return whether a build can use a tensor; it uses routed experts only in MTP layers."""
     return ".mlp.experts." not in name or name.startswith("mtp.")
 
 
@@ -94,8 +94,8 @@ class RepositoryFiles:
         url = self.url(shard)
         size, first = self.client.read_start(url, _LENGTH_BYTES)
         end = _LENGTH_BYTES + headers.header_json_bytes(first, size, url)
-        if self.client.received_bytes + end > _LIMIT_BYTES:
-            problem = f"the headers of the repository exceed {_LIMIT_BYTES} bytes"
+        if self.client.received_bytes + end > _TOTAL_LIMIT_BYTES:
+            problem = f"the headers of the repository exceed {_TOTAL_LIMIT_BYTES} bytes"
             raise ValidationError(url, problem, "check the repository")
         raw = self.client.read(url, _LENGTH_BYTES, end, size)
         with self._parsing:
@@ -125,14 +125,14 @@ class UrlDonor:
         for name in required:
             shard = self._index[name]
             if name not in self._headers[shard].tensors:
-                problem = f"lacks {name}, which the donor's index lists there"
+                problem = f"lacks {name}, but the donor's index lists it in this file"
                 fix = "use another commit of the donor"
                 raise ValidationError(self._files.url(shard), problem, fix)
             tensors[name] = self._headers[shard].tensors[name]
         return tensors
 
     def stage(self, names: Iterable[str], directory: Path, progress: Progress) -> dict[str, Span]:
-        """Download tensors into a directory, except for files of an earlier run."""
+        """Download tensors into a directory; reuse files that an earlier run has left there."""
         directory.mkdir(exist_ok=True)
         ranges_by_shard: dict[str, list[NamedRange]] = {}
         for name, tensor in self.tensors(names).items():
@@ -145,7 +145,7 @@ class UrlDonor:
             for shard, ranges in sorted(ranges_by_shard.items())
             for request in merge_ranges(ranges)
         ]
-        progress.phase("donor", sum(request.end - request.begin for _, request in jobs))
+        progress.start_phase("donor", sum(request.end - request.begin for _, request in jobs))
         spans: dict[str, Span] = {}
         with ThreadPoolExecutor(self._parallel) as pool:
             try:
@@ -167,9 +167,9 @@ class UrlDonor:
             partial = path.with_name(path.name + ".part")
             file_bytes, url = self._headers[shard].file_bytes, self._files.url(shard)
             with write_durably(partial, os.O_TRUNC) as write:
-                for piece in self._files.client.stream(url, request.begin, request.end, file_bytes):
-                    write(piece)
-                    progress.add(len(piece))
+                for chunk in self._files.client.stream(url, request.begin, request.end, file_bytes):
+                    write(chunk)
+                    progress.add(len(chunk))
             partial.rename(path)
         return {
             item.name: Span(path, item.begin - request.begin, item.end - item.begin)
@@ -187,7 +187,7 @@ class UrlDonor:
             if "/" in shard or not shard.endswith(".safetensors"):
                 url = self._files.url(INDEX_NAME)
                 fix = "use another donor"
-                raise ValidationError(url, f"names the invalid shard {shard!r}", fix)
+                raise ValidationError(url, f"lists the invalid shard {shard!r}", fix)
         return index
 
 

@@ -34,7 +34,7 @@ from spark_checkpoint.sources.peers import Peers
 from spark_checkpoint.verify import FileHashes, create_checkpoint, receipt_entry, write_receipt
 
 _MANIFEST_LIMIT_BYTES = 4 << 20
-_CANDIDATES = 3  # local files to hash per required file: other users may add any number of files
+_MAX_CANDIDATES = 3  # per required file, because other users may add any number of files
 
 
 def fetch(plan: fetching.FetchPlan, progress: Progress) -> bool:
@@ -63,7 +63,7 @@ class _Download:
         plan = self.plan
         self.result_dir.mkdir(exist_ok=True)
         self.parts_dir.mkdir(exist_ok=True)
-        self.progress.phase("search", plan.size_bytes)
+        self.progress.start_phase("search", plan.size_bytes)
         missing = self._find_missing()
         if plan.look_in and missing:
             by_size = find_candidates(missing, plan.look_in)
@@ -139,7 +139,7 @@ class _Download:
             return hashes.isdisjoint(names), name not in names, str(path)
 
         paths = sorted(names_by_path, key=priority)
-        return any(self._use_candidate(file, path) for path in paths[:_CANDIDATES])
+        return any(self._use_candidate(file, path) for path in paths[:_MAX_CANDIDATES])
 
     def _use_candidate(self, file: fetching.FetchFile, path: Path) -> bool:
         try:
@@ -168,7 +168,7 @@ class _Download:
             # With src_dir_fd Python follows the link in /proc.
             os.link(pinned, target, src_dir_fd=source, follow_symlinks=True)
         except OSError:
-            # Different filesystem, no hard links or wrong permissions: trust only a copy.
+            # A copy does not need the same filesystem, hard links or the right permissions.
             storage.check_free_space(self.result_dir, file.size_bytes, f"copying {path}")
             content = self._new_hash(file)
             with storage.write_durably(self._part_path(file), os.O_TRUNC) as write:
@@ -184,7 +184,7 @@ class _Download:
     def _download_all(self, missing: list[fetching.FetchFile]) -> None:
         total_bytes = self.plan.size_bytes
         done_bytes = total_bytes - sum(file.size_bytes for file in missing)
-        self.progress.phase("fetch", total_bytes, done_bytes=done_bytes)
+        self.progress.start_phase("fetch", total_bytes, done_bytes=done_bytes)
         queue = sorted(missing, key=lambda file: (-file.size_bytes, file.path))
         with ThreadPoolExecutor(self.plan.parallel) as pool:
             try:
@@ -203,8 +203,8 @@ class _Download:
         if self._try_urls(file, self.client, failures):
             return
         if not failures:
-            problem = "is in none of the directories of look_in"
-            raise TransferError(file.path, problem, "set urls as well")
+            problem = "is in none of the directories in look_in"
+            raise TransferError(file.path, problem, "also set urls")
         mismatches = [failure for failure in failures if isinstance(failure, ValidationError)]
         raise (mismatches or failures)[-1]
 
@@ -242,7 +242,7 @@ class _Download:
             content = self._continue_part(file, client, url, part)
             if content.mismatch() and is_resumed:
                 # After a power cut a partial file can lack blocks that never reached the disk.
-                content = restart(f"{file.path}: the partial file was damaged")
+                content = restart(f"{file.path}: the partial file is damaged")
         except RangeUnsupportedError:
             content = restart(f"{url} does not support ranges")
         if (mismatch := content.mismatch()) is not None:
@@ -262,13 +262,13 @@ class _Download:
         if present:
             content.update_from(part, self.progress.skip)
         with storage.write_durably(part, 0, present) as write:
-            pieces = client.stream(url, present, file.size_bytes, file.size_bytes)
-            for number, piece in enumerate(pieces):
+            chunks = client.stream(url, present, file.size_bytes, file.size_bytes)
+            for number, chunk in enumerate(chunks):
                 if number == 0:
                     client.check_announcement(url, file)
-                content.update(piece)
-                write(piece)
-                self.progress.add(len(piece))
+                content.update(chunk)
+                write(chunk)
+                self.progress.add(len(chunk))
         return content
 
     def _discard(self, part: Path) -> None:
@@ -300,7 +300,7 @@ def fetch_layers(plan: fetching.LayersPlan, manifests: Path, progress: Progress)
         blobs = [manifest["config"], *manifest["layers"]]
         sizes = {str(blob["digest"]): int(blob["size"]) for blob in blobs}
     except (KeyError, TypeError, ValueError) as error:
-        problem = f"the manifest lacks {error}"
+        problem = f"the manifest has no valid {error}"
         raise ValidationError(plan.reference, problem, "check the registry") from error
     blobs_plan = fetching.FetchPlan(
         **{option.name: getattr(plan, option.name) for option in fields(fetching.TransferOptions)},
@@ -338,4 +338,6 @@ def _read_manifests(client: HttpClient, base: str, digest: str) -> Iterator[tupl
         if (target.get("os"), target.get("architecture")) == ("linux", machine):
             yield from _read_manifests(client, base, str(entry["digest"]))
             return
-    raise ValidationError(digest, f"has no linux/{machine} image", "use an image for this platform")
+    raise ValidationError(
+        digest, f"has no linux/{machine} image", "use an image that supports this platform"
+    )

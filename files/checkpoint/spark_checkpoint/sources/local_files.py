@@ -53,20 +53,20 @@ class ContentHash:
         return FileHashes(self._sha256.hexdigest(), pieces)
 
     def mismatch(self) -> str | None:
-        """Return how the hashes differ from the locked hashes; None if they match."""
+        """Return how the hashes differ from the locked hashes, or None if they match."""
         for kind, hasher, locked in (
             ("sha256", self._sha256, self._file.sha256),
             ("git sha1", self._git_sha1, self._file.git_sha1),
         ):
             if hasher is not None and locked is not None and hasher.hexdigest() != locked:
-                return f"{kind} is {hasher.hexdigest()}, the lock has {locked}"
+                return f"{kind} is {hasher.hexdigest()}, but the lock has {locked}"
         return None
 
 
 def find_candidates(
     files: Iterable[FetchFile], look_in: Iterable[str]
 ) -> dict[int, dict[Path, set[str]]]:
-    """Return local files by size, and the names of each file and of links to it."""
+    """Map sizes to local files, and each file to its names, including links to it."""
     by_size: dict[int, dict[Path, set[str]]] = {file.size_bytes: {} for file in files}
     targets: dict[tuple[int, int], Path] = {}
     roots = (Path(root) for pattern in look_in for root in sorted(glob.glob(pattern)))
@@ -88,7 +88,7 @@ def find_candidates(
 def pin_file(path: Path, size_bytes: int) -> Iterator[int]:
     """Yield a descriptor of a file, because the owner could replace the file at the path.
 
-    Raises OSError for pipes, devices and files of a different size.
+    Raise OSError for pipes, devices and files of a different size.
     """
     descriptor = os.open(path, os.O_PATH | os.O_NOFOLLOW)
     try:
@@ -101,7 +101,7 @@ def pin_file(path: Path, size_bytes: int) -> Iterator[int]:
 
 
 def _walk(root: Path) -> Iterator[Path]:
-    """Yield the files below a directory; other users may create any depth and path length."""
+    """Yield the files below a directory; other users may have created it with any depth."""
     if root.is_file():
         yield root
         return
@@ -112,7 +112,7 @@ def _walk(root: Path) -> Iterator[Path]:
             for entry in entries:
                 count += 1
                 if count > _ENTRY_LIMIT:
-                    note(f"look_in: {root}: only {_ENTRY_LIMIT} entries are searched")
+                    note(f"look_in: {root}: only the first {_ENTRY_LIMIT} entries are searched")
                     return
                 if entry.is_dir(follow_symlinks=False):
                     if not entry.name.endswith(".partial"):

@@ -25,10 +25,10 @@ from spark_checkpoint.sources.connections import SKIP_S, SlowSourceError, cancel
 from spark_checkpoint.storage import check_free_space, write_durably
 from spark_checkpoint.verify import verify_checkpoint, write_receipt
 
-_NOTE_S = 600.0  # between messages while waiting for a peer
+_NOTE_INTERVAL_S = 600.0  # between messages while waiting for a peer
 _POLL_S = 1.0
 _TIMEOUT_S = 10.0
-_WAITS = 20  # times the patience for a small file, because the peer may fetch others first
+_WAIT_FACTOR = 20  # times the patience for a small file, because peers may fetch others first
 _PROGRESS_BYTES = 4096
 _RECEIPT_LIMIT_BYTES = 64 << 20
 BUILD_LOCALLY = "do nothing: the checkpoint is built on this host instead"
@@ -51,7 +51,7 @@ class Peers:
         self._plan, self._stop = plan, stop
         self._patience_s = plan.peers.patience_s if plan.peers else 0.0
         # A peer that is still downloading may be slower than a source: if the hosts share a slow
-        # line, the hub is not faster.
+        # line, the hub would not be faster.
         self._min_bytes_per_s = plan.min_bytes_per_s / 4
         self._lock = threading.Lock()
         urls = plan.peers.urls if plan.peers else ()
@@ -60,11 +60,11 @@ class Peers:
     def fetch(self, file: FetchFile, download: Callable[[HttpClient, str], None]) -> bool:
         """Download a file from a peer; return False if no peer has it or will have it soon."""
         path, plan = file.path, self._plan
-        # All hosts download in the same order, several files at once, so at the minimum rate a peer
-        # has the file after this time.
+        # All hosts download several files at once, in the same order. A peer that downloads at the
+        # minimum rate has the file after this time.
         expected_s = plan.parallel * file.size_bytes / max(self._min_bytes_per_s, 1)
-        deadline = time.monotonic() + _WAITS * self._patience_s + expected_s
-        next_note = time.monotonic() + _NOTE_S
+        deadline = time.monotonic() + _WAIT_FACTOR * self._patience_s + expected_s
+        next_note = time.monotonic() + _NOTE_INTERVAL_S
         while active := [peer for peer in self._peers if peer.skipped_until <= time.monotonic()]:
             client = self._new_client()
             if client is None:
@@ -77,18 +77,18 @@ class Peers:
                 return False
             if time.monotonic() > deadline:
                 for peer in active if expected_s > self._patience_s else ():
-                    note(f"peer: {peer.url}: not used again: {path} was not available in time")
+                    note(f"peer: {peer.url}: not used again, because {path} took too long")
                     peer.skipped_until = float("inf")
                 return False
             if time.monotonic() > next_note:
                 note(f"peer: waiting for {path}")
-                next_note += _NOTE_S
+                next_note += _NOTE_INTERVAL_S
             if self._stop.wait(_POLL_S):
                 raise cancellation_error(path)
         return False
 
     def _new_client(self) -> HttpClient | None:
-        """Return a client with the current key, which another deploy may replace."""
+        """Return a client that uses the current key, because another deploy may replace the key."""
         if self._plan.peers is None:
             return None
         transfer = TransferOptions(
@@ -161,20 +161,20 @@ _Receipt = TypeVar("_Receipt", receipts.CheckpointReceipt, receipts.RequantizedR
 
 
 def copy_from_peer(
-    order: CopyPlan,
+    copies: CopyPlan,
     plan: BuildPlan | RequantizePlan,
     result_dir: Path,
     kind: type[_Receipt],
     copy: Callable[[TransferOptions, str, _Receipt], None],
 ) -> bool:
-    """Copy the plan's checkpoint from the first peer where ``copy`` succeeds; return if one did.
+    """Copy the plan's checkpoint from the first peer where ``copy`` succeeds, if any.
 
     ``copy`` gets transfer options, the URL of the files and the receipt, and writes ``result_dir``.
-    Files and receipt come from a host that may be hostile.
+    Return whether a copy succeeded. Files and receipt come from a host that may be hostile.
     """
-    transfer = TransferOptions(tries=2, token_file=order.key_file, timeout_s=_TIMEOUT_S)
-    for peer in order.trees:
-        url = f"{tree_url(peer.url, order.digest)}/files/"
+    transfer = TransferOptions(tries=2, token_file=copies.key_file, timeout_s=_TIMEOUT_S)
+    for peer in copies.trees:
+        url = f"{tree_url(peer.url, copies.digest)}/files/"
         try:
             client = HttpClient(transfer, (peer.url,), direct=True)
             receipt = _read_receipt(client, url + RECEIPT_NAME, peer.receipt_sha256, plan, kind)
@@ -206,15 +206,15 @@ def copy_requantized(
     client = HttpClient(transfer, (files_url,), direct=True)
     size_bytes = sum(file.size_bytes for file in receipt.files)
     check_free_space(result_dir, size_bytes, f"copying {plan.name}")
-    progress.phase("copy", size_bytes)
+    progress.start_phase("copy", size_bytes)
     for file in receipt.files:
         target = result_dir / file.path
         target.parent.mkdir(parents=True, exist_ok=True)
         with write_durably(target, os.O_EXCL) as write:
             url = files_url + quote(file.path)
-            for piece in client.stream(url, 0, file.size_bytes, file.size_bytes):
-                write(piece)
-                progress.add(len(piece))
+            for chunk in client.stream(url, 0, file.size_bytes, file.size_bytes):
+                write(chunk)
+                progress.add(len(chunk))
     write_receipt(result_dir, replace(receipt, plan=plan))
     verify_checkpoint(result_dir, progress, full=False)
 
@@ -232,12 +232,12 @@ def _read_receipt(
     try:
         receipt = receipts.parse(raw)
     except DocumentError as error:
-        raise ValidationError(url, f"is not a receipt ({error})", BUILD_LOCALLY) from error
+        raise ValidationError(url, f"is not a valid receipt ({error})", BUILD_LOCALLY) from error
     if not isinstance(receipt, kind) or receipt.digest != plan.digest:
         raise ValidationError(url, "belongs to another checkpoint", BUILD_LOCALLY)
     if isinstance(plan, BuildPlan) and isinstance(receipt, receipts.CheckpointReceipt):
         locked = plan.donor_sha256
         if locked not in (None, receipt.donor_sha256):
-            problem = f"has FP8 source tensors {receipt.donor_sha256}, the lock has {locked}"
+            problem = f"has FP8 source tensors {receipt.donor_sha256}, but the lock has {locked}"
             raise ValidationError(url, problem, BUILD_LOCALLY)
     return receipt

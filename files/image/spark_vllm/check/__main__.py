@@ -14,22 +14,22 @@ from spark_vllm.check.rules import Sources
 def main() -> int:
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
-        print("error: vllm: not installed for this Python; fix: choose another base image")
+        print("error: vllm is not installed for this Python; fix: choose another base image")
         return 1
     engine = read_engine_version()
     if engine not in SUPPORTED_ENGINES:
         print(
-            f"error: vllm {engine}: not supported by this plugin "
-            f"({', '.join(SUPPORTED_ENGINES)}); fix: choose a base image with a supported version"
+            f"error: vllm {engine}: this plugin supports only "
+            f"{', '.join(SUPPORTED_ENGINES)}; fix: choose a base image with a supported version"
         )
         return 1
-    # Needs PyYAML, which comes with the engine.
+    # This import needs PyYAML, which comes with the engine.
     from spark_vllm.check.table import check_table, rows_for
 
     rows = rows_for(engine)
     problems = check_table(Sources(Path(spec.origin).parent.parent), engine)
     if not problems:
-        # Imports the engine.
+        # This import also imports the engine.
         from spark_vllm.check.live import check_installed
 
         problems = check_installed(rows)

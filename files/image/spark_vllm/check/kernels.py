@@ -14,7 +14,7 @@ from spark_vllm.head.tiles import Tile, read_table
 
 SPARK = 121  # compute capability 12.1
 SHARED_BYTES = 99 * 1024
-"""Limit of a thread block on compute capability 12.x."""
+"""Shared memory limit per thread block on compute capability 12.x."""
 REGISTERS = 65536
 SHAPES = ("aligned", "odd")
 _POINTERS = ("x_ptr", "x_scale_ptr", "weight_ptr", "scale_ptr", "out_ptr", "halves_ptr")
@@ -39,7 +39,7 @@ def compile_kernels() -> tuple[list[str], list[str]]:
                 return [f"the LM head kernels: the assembler rejects sm_{SPARK}: {message}"], []
             return [], [f"the LM head kernels were not compiled: {message}"]
     problems = [
-        f"{name}: {usage.shared_bytes} bytes of shared memory, a Spark has {SHARED_BYTES}"
+        f"{name}: needs {usage.shared_bytes} bytes of shared memory, but a Spark has {SHARED_BYTES}"
         for name, usage in usages.items()
         if usage.shared_bytes > SHARED_BYTES
     ]
@@ -58,7 +58,7 @@ def compile_all() -> Iterator[tuple[str, Usage]]:
 def compile_head(tile: Tile, shape: str = "aligned") -> Usage:
     """Compile the logits kernel for sizes that are multiples of 16, or ``odd``."""
     from spark_vllm.head import kernel
-    from spark_vllm.head.quantise import GROUP_SIZE
+    from spark_vllm.head.quantize import GROUP_SIZE
 
     x = "*i8" if tile.split else "*bf16"
     scale = "*fp32" if tile.split else "*bf16"
@@ -83,7 +83,7 @@ def compile_head(tile: Tile, shape: str = "aligned") -> Usage:
 
 def compile_splitting() -> Usage:
     from spark_vllm.head import kernel
-    from spark_vllm.head.quantise import GROUP_SIZE
+    from spark_vllm.head.quantize import GROUP_SIZE
 
     types = {"x_ptr": "*bf16", "halves_ptr": "*i8", "x_scale_ptr": "*fp32", "batch": "i32"}
     types |= {"in_features": "i32", "groups": "i32"}
@@ -98,7 +98,7 @@ def _compile(
     shape: str,
     options: dict[str, int],
 ) -> Usage:
-    """Compile as at run time, with aligned pointers."""
+    """Compile a kernel as at run time, with aligned pointers."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

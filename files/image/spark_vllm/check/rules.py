@@ -9,11 +9,11 @@ from pathlib import Path
 
 
 class MissingError(LookupError):
-    """A module or symbol of the table does not exist."""
+    """A module or symbol in the table does not exist."""
 
 
 class Sources:
-    """The ``vllm`` package below a directory; ``changed`` replaces modules in tests."""
+    """The ``vllm`` package in a directory; tests replace modules with ``changed``."""
 
     def __init__(self, root: Path, changed: Mapping[str, ast.Module] | None = None) -> None:
         self._root = root
@@ -117,7 +117,7 @@ class Takes(Rule):
             yield f"is not a {self.decorator}"
         ordered, required = _parameters(node)
         if tuple(ordered[: len(self.positional)]) != self.positional:
-            yield f"takes ({', '.join(ordered)}), we pass ({', '.join(self.positional)})"
+            yield f"takes ({', '.join(ordered)}), but we pass ({', '.join(self.positional)})"
         accepted = {*ordered, *(item.arg for item in node.args.kwonlyargs)}
         yield from (f"does not accept {name}" for name in self.keywords if name not in accepted)
         passed = {*self.positional, *self.keywords}
@@ -171,7 +171,7 @@ class Maps(Rule):
             if key not in literals:
                 yield f"lacks {key!r}"
             elif literals[key] != value:
-                yield f"has {key!r}: {literals[key]!r}, not {value!r}"
+                yield f"has {key!r}: {literals[key]!r}, expected {value!r}"
 
 
 def _literals(node: ast.Dict) -> Iterator[tuple[str, object]]:
@@ -189,10 +189,10 @@ class Does(Rule):
 
     def _violations(self, node: ast.stmt) -> Iterator[str]:
         text = ast.unparse(node)
-        absent = (
-            expression for expression in self.expressions if normalise(expression) not in text
+        missing = (
+            expression for expression in self.expressions if normalize(expression) not in text
         )
-        yield from (f"no longer contains `{expression}`" for expression in absent)
+        yield from (f"no longer contains `{expression}`" for expression in missing)
 
 
 @dataclass(frozen=True)
@@ -204,9 +204,9 @@ class DoesNot(Rule):
         yield from (
             f"contains `{expression}`"
             for expression in self.expressions
-            if normalise(expression) in text
+            if normalize(expression) in text
         )
 
 
-def normalise(expression: str) -> str:
+def normalize(expression: str) -> str:
     return ast.unparse(ast.parse(expression)).strip()

@@ -1,7 +1,7 @@
 """Read ``rows_*.yml``: the upstream symbols that the plugin uses, with required properties."""
 
-# A file has ``names``, symbol prefixes for ``$name``, and ``rows`` by the plugin file that uses the
-# symbols. Parsing is strict: an unknown requirement would never be checked.
+# A file has ``names``, which are symbol prefixes for ``$name``, and ``rows``, grouped by the plugin
+# file that uses the symbols. Parsing is strict, because unknown requirements would not be checked.
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spark_vllm import SUPPORTED_ENGINES
 from spark_vllm.check import rules
 from spark_vllm.check.rules import MissingError, Sources
 
-SUBJECTS = ("quantisation", "models", "attention", "head", "ngram")
+SUBJECTS = ("quantization", "models", "attention", "head", "ngram")
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Row:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses duplicate keys: a second requirement would replace the first."""
+    """Rejects duplicate keys, because a second requirement would replace the first."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         content = super().construct_mapping(node, deep)
@@ -64,28 +64,28 @@ def read_rows(path: Path) -> tuple[Row, ...]:
                         where = f"{path}: {file}: row {number}: {entry}"
                         rows.append(_parse_row(entry, file, names))
                 return tuple(rows)
-        raise ValueError("accepted: names, and rows by file")
+        raise ValueError("expected names, and rows for each file")
     except (yaml.YAMLError, TypeError, ValueError) as error:
-        raise ValueError(f"{where}: {error}; fix: write it like the other rows") from error
+        raise ValueError(f"{where}: {error}; fix: use the format of the other rows") from error
 
 
 def _parse_row(entry: Any, file: str, names: Mapping[str, str]) -> Row:
     match entry:
         case {"symbol": str(symbol), "requires": requirement, "reason": str(reason), **rest}:
             versions = tuple(entry.get("versions", SUPPORTED_ENGINES))
-            are_known = bool(versions) and {*versions} <= {*SUPPORTED_ENGINES}
-            if are_known and rest.keys() <= {"versions"}:
+            are_supported = bool(versions) and {*versions} <= {*SUPPORTED_ENGINES}
+            if are_supported and rest.keys() <= {"versions"}:
                 name, rule = _expand_symbol(symbol, names), _parse_rule(requirement)
                 return Row(name, rule, reason, file, versions)
     engines = ", ".join(SUPPORTED_ENGINES)
-    raise ValueError(f"accepted: symbol, requires, reason, and versions of {engines}")
+    raise ValueError(f"expected symbol, requires, reason, and versions from {engines}")
 
 
 def _expand_symbol(text: str, names: Mapping[str, str]) -> str:
     try:
         return Template(text).substitute(names)
     except KeyError as error:
-        raise ValueError(f"accepted names: {', '.join(names)}") from error
+        raise ValueError(f"unknown name {error}, expected {' or '.join(names)}") from error
 
 
 def _parse_rule(requirement: Any) -> rules.Rule:
@@ -109,8 +109,8 @@ def _parse_rule(requirement: Any) -> rules.Rule:
         case {"does_not": [_, *_] as expressions} if len(requirement) == 1:
             return rules.DoesNot(_parse_strings(expressions))
     raise ValueError(
-        "accepted requirements: exists, absent, inherits, contains, maps, does, does_not, "
-        "and takes with keywords and decorator"
+        "expected exists, absent, inherits, contains, maps, does, does_not, "
+        "or takes with keywords and decorator"
     )
 
 

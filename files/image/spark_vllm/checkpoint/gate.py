@@ -1,6 +1,6 @@
 """Check exact names, dtypes, shapes and scales of a checkpoint before it is loaded."""
 
-# vLLM reports none of this: a missing tensor leaves uninitialised memory, or drafts that are never
+# vLLM does not report missing tensors: they leave uninitialized memory, or drafts that are never
 # accepted.
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from spark_vllm.checkpoint.names import FP8_WEIGHT, TEXT_LAYERS
 from spark_vllm.checkpoint.scales import find_scale_problems
 from spark_vllm.checkpoint.settings import Settings
 
-# Layers of the same kind have the same modules, and every layer has every expert: comparing layers
-# finds gaps.
+# Layers of the same kind have the same modules, and every layer has every expert, so comparing
+# layers finds gaps.
 WEIGHTS = ("weight", "qweight", FP8_WEIGHT)
 """Tensor suffixes that identify a module."""
 
@@ -35,9 +35,9 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 def find_missing_modules(tensors: Iterable[str], layers: int, experts: int) -> Iterator[str]:
-    """Yield missing modules; for a layer without any tensor, the layer prefix."""
+    """Yield missing modules, or the layer prefix for a layer without any tensor."""
     outside, by_layer = _group_modules(tensors)
-    if not by_layer:  # The checkpoint uses another naming scheme.
+    if not by_layer:  # the checkpoint uses another naming scheme
         return
     mixer = f"model.language_model.{MIXER}.hc_norm"
     if EMBEDDING not in outside:
@@ -55,7 +55,7 @@ def find_missing_modules(tensors: Iterable[str], layers: int, experts: int) -> I
 
 
 def find_wrong_counts(tensors: Iterable[str], layers: int, experts: int) -> Iterator[str]:
-    """Yield layers and experts that config.json leaves out: the engine would skip their tensors."""
+    """Report layers and experts that config.json omits, because the engine would skip them."""
     _, by_layer = _group_modules(tensors)
     last = max(by_layer, default=-1)
     if last >= layers:
@@ -99,7 +99,7 @@ def _expected_experts(modules: set[str], experts: int) -> set[str]:
     return {f"mlp.experts.{n}.{part}" for n in range(experts) for part in PROJECTIONS}
 
 
-SHOWN = 8
+MAX_PROBLEMS = 8
 """Maximum number of problems that an error lists; it counts the rest."""
 
 REGEX_CHARACTERS = set(r"*+?^$()[]{}|\\")
@@ -144,29 +144,29 @@ def check_checkpoint(
     Args:
         directory: the checkpoint.
         settings: formats from ``config.json``.
-        layers: of the text model.
-        mtp_layers: of the drafter.
-        experts: routed experts per layer.
+        layers: number of layers in the text model.
+        mtp_layers: number of layers in the drafter.
+        experts: number of routed experts per layer.
     """
     path = Path(directory)
     if not path.is_dir():
         raise ValueError(
-            f"{directory}: not a directory; fix: name the directory of a built checkpoint, "
-            "because hybrid checkpoints are not loaded from the hub"
+            f"{directory}: not a directory; fix: pass the directory of a built checkpoint, because "
+            "hybrid checkpoints cannot be loaded from the hub"
         )
     headers = read_headers(path)
     problems = list(_find_header_problems(headers, settings, mtp_layers, experts))
     problems += find_scale_problems(path, headers, settings)
     problems += find_wrong_counts(headers.index, layers, experts)
     problems += [
-        f"{INDEX}: no {'tensor below ' if name.endswith('.') else ''}{name}"
+        f"{INDEX}: lacks {'all tensors below ' if name.endswith('.') else ''}{name}"
         for name in find_missing_modules(headers.index, layers, experts)
     ]
     if problems:
-        more = f" (and {len(problems) - SHOWN} more)" if len(problems) > SHOWN else ""
+        more = f" (and {len(problems) - MAX_PROBLEMS} more)" if len(problems) > MAX_PROBLEMS else ""
         raise ValueError(
             f"{directory}: the checkpoint does not match config.json: "
-            f"{'; '.join(problems[:SHOWN])}{more}; fix: build the checkpoint again"
+            f"{'; '.join(problems[:MAX_PROBLEMS])}{more}; fix: build the checkpoint again"
         )
 
 
@@ -186,7 +186,7 @@ def _find_header_problems(
 def _check_unlisted(headers: Headers, settings: Settings) -> Iterator[str]:
     for name, tensor in headers.unlisted.items():
         if name in headers.index:
-            yield f"{tensor.file}: duplicate {name}, the index lists {headers.index[name]}"
+            yield f"{tensor.file}: duplicate {name}, which the index lists in {headers.index[name]}"
         elif names.rename(name, settings.rules) is not None or not settings.overlay:
             yield f"{tensor.file}: {name} is not in {INDEX}"
 
@@ -208,24 +208,24 @@ def _check_fp8(headers: Headers, settings: Settings, module: str) -> Iterator[st
         )
         if len(shape) != 2 or headers.tensors[scale].shape != needed:
             yield (
-                f"{scale}: shape {list(headers.tensors[scale].shape)}, "
-                f"the weight {list(shape)} needs {list(needed)}"
+                f"{scale}: has shape {list(headers.tensors[scale].shape)}, "
+                f"but the weight {list(shape)} needs {list(needed)}"
             )
 
 
 def _check_packed(headers: Headers, settings: Settings) -> Iterator[str]:
-    """Check INT4 and INT8 modules, and that INC quantises them."""
+    """Check INT4 and INT8 modules, and that INC quantizes them."""
     for name in headers.tensors:
         module, _, part = name.rpartition(".")
         suffix = names.HEAD_SUFFIX if settings.overlay and module == names.HEAD else ""
         packed = f"{module}.qweight{suffix}"
         if part in (f"scales{suffix}", f"qzeros{suffix}") and packed not in headers.tensors:
-            yield f"{module}: {part} without qweight"
+            yield f"{module}: has {part}, but lacks qweight"
         if name != packed:
             continue
         bits = _inc_bits(settings, module)
         if bits is None:
-            yield f"{module}: packed, but 16-bit according to config.json (block_name_to_quantize)"
+            yield f"{module}: is packed, but has 16 bits in config.json (block_name_to_quantize)"
             continue
         yield from _check_dtype(headers, name, ("I32",))
         yield from _check_dtype(headers, f"{module}.scales{suffix}", FLOATS)
@@ -250,9 +250,9 @@ def _check_packed_shapes(
 
 
 def _inc_bits(settings: Settings, module: str) -> int | None:
-    """Return the width INC uses for ``module``; ``None`` for 16 bits.
+    """Return the bit width that INC uses for ``module``, or ``None`` for 16 bits.
 
-    Like INC's config parser: exact name, then regular expression, then blocks to quantise.
+    INC's config parser tries the exact name, then regular expressions, then blocks to quantize.
     """
     entry = settings.extra.get(module)
     if entry is None:
@@ -273,7 +273,7 @@ def _check_head(headers: Headers, settings: Settings) -> Iterator[str]:
     if (entry.get("bits"), entry.get("group_size"), entry.get("sym")) != (8, 128, True):
         yield (
             f"config.json: extra_config.lm_head is {dict(entry)}, "
-            "an INT8 head needs bits 8, group_size 128, sym true"
+            "but an INT8 head needs bits 8, group_size 128, sym true"
         )
     if f"{names.HEAD}.weight" in headers.index:
         yield f"{INDEX}: lists lm_head.weight in addition to the INT8 head"
@@ -291,11 +291,11 @@ def _check_mtp(
         if not packed:
             yield from _check_dtype(headers, f"{module}.weight", FLOATS)
         if not packed and _is_linear(module) and _inc_bits(settings, module) is not None:
-            yield f"{module}: 16-bit, but block_name_to_quantize makes the engine expect it packed"
+            yield f"{module}: is 16-bit, but packed according to block_name_to_quantize"
 
 
 def _is_linear(module: str) -> bool:
-    """Return whether INC quantises ``module``."""
+    """Return whether INC quantizes ``module``."""
     return module == "mtp.fc" or module.rpartition(".")[2].endswith("_proj")
 
 
@@ -318,6 +318,6 @@ def _check_dtype(headers: Headers, name: str, dtypes: tuple[str, ...]) -> Iterat
     tensor = headers.tensors.get(name)
     if tensor is None:
         if name not in headers.index:
-            yield f"{INDEX}: no {name}"
+            yield f"{INDEX}: lacks {name}"
     elif tensor.dtype not in dtypes:
-        yield f"{tensor.file}: {name} is {tensor.dtype}, not {' or '.join(dtypes)}"
+        yield f"{tensor.file}: {name} is {tensor.dtype}, expected {' or '.join(dtypes)}"

@@ -30,17 +30,16 @@ class Headers:
 
 
 def read_headers(directory: Path) -> Headers:
-    """Read the index and all headers; missing files become problems, not errors.
+    """Read the index and all headers; list missing files as problems.
 
-    Raises:
-        ValueError: the index is unreadable.
+    Raise ValueError if the index is unreadable.
     """
     try:
         index: dict[str, str] = json.loads((directory / INDEX).read_text())["weight_map"]
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
             f"{directory / INDEX}: unreadable ({type(error).__name__}: {error}); "
-            "fix: serve a checkpoint that the deploy built"
+            "fix: pass the directory of a checkpoint that a deploy built"
         ) from error
     problems: list[str] = []
     tensors: dict[str, Tensor] = {}
@@ -57,27 +56,28 @@ def read_headers(directory: Path) -> Headers:
             tensor = Tensor(file, entry["dtype"], shape, start, end - start)
             (tensors if index.get(name) == file else unlisted)[name] = tensor
     readable = {name for name, file in index.items() if (directory / file).is_file()}
-    problems += [f"{index[name]}: no tensor {name}" for name in sorted(readable - tensors.keys())]
+    problems += [
+        f"{index[name]}: lacks tensor {name}" for name in sorted(readable - tensors.keys())
+    ]
     return Headers(index, tensors, unlisted, tuple(problems))
 
 
 def read_header(path: Path) -> dict[str, Any]:
     """Return header entries, with offsets from the start of the file.
 
-    Raises:
-        ValueError: not a safetensors file, or truncated.
+    Raise ValueError if the file is truncated or not a safetensors file.
     """
     size_bytes = path.stat().st_size
     with path.open("rb") as stream:
         prefix = stream.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else MAX_HEADER_BYTES + 1
         if length > min(MAX_HEADER_BYTES, size_bytes - 8):
-            raise ValueError("no safetensors header")
+            raise ValueError("it has no safetensors header")
         header: dict[str, Any] = json.loads(stream.read(length))
     header.pop("__metadata__", None)
     end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
     if 8 + length + end != size_bytes:
-        raise ValueError(f"{size_bytes} bytes, the header requires {8 + length + end}")
+        raise ValueError(f"it has {size_bytes} bytes, but the header requires {8 + length + end}")
     for entry in header.values():
         entry["data_offsets"] = [8 + length + offset for offset in entry["data_offsets"]]
     return header

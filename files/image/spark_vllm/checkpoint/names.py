@@ -23,7 +23,7 @@ FUSED = {
     "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
     "in_proj_ba": ("in_proj_b", "in_proj_a"),
 }
-"""Fused modules of Qwen3.5 in vLLM 0.30 to 0.33; the self-check compares it with the engine's."""
+"""Fused modules of Qwen3.5 in vLLM 0.30 to 0.33; the self-check compares them with the engine's."""
 
 
 def fused_shards(module: str, packed: Mapping[str, Sequence[str]]) -> list[str]:
@@ -40,8 +40,7 @@ def are_all_shards_listed(
 ) -> bool:
     """Return whether every shard of ``module`` is in ``listed``.
 
-    Raises:
-        ValueError: only some shards of a fused module are listed.
+    Raise ValueError if only some shards of a fused module are listed.
     """
     shards = fused_shards(module, packed)
     missing = [shard for shard in shards if shard not in listed]
@@ -53,17 +52,17 @@ def are_all_shards_listed(
     raise ValueError(
         f"config.json: quantization_config.fp8_block.modules: the engine fuses {module} from "
         f"{', '.join(shards)}, but only {', '.join(present)} is listed; "
-        "fix: build the checkpoint again; all shards of a fused module need the same scheme"
+        "fix: build the checkpoint again, because all shards of a fused module need the same scheme"
     )
 
 
 def fused_modules(modules: Iterable[str], packed: Mapping[str, Sequence[str]]) -> list[str]:
     listed = dict.fromkeys(modules)
-    fused_of = {shard: fused for fused, shards in packed.items() for shard in shards}
+    fused_names = {shard: fused for fused, shards in packed.items() for shard in shards}
     result: dict[str, None] = {}
     for module in listed:
         parent, _, last = module.rpartition(".")
-        name = f"{parent}.{fused_of[last]}" if last in fused_of else module
+        name = f"{parent}.{fused_names[last]}" if last in fused_names else module
         are_all_shards_listed(name, listed, packed)
         result[name] = None
     return list(result)
@@ -76,7 +75,7 @@ def overlay_rules(
 
     A rule is (pattern, replacement); ``None`` drops the tensor. The 16-bit weight is dropped
     *before* the FP8 weight takes that name. Patterns match the full checkpoint name: vLLM applies
-    the rules again in nested loaders, to shorter names, and must not drop renamed tensors there.
+    the rules again to shorter names in nested loaders, which must not drop renamed tensors.
     """
     rules: list[tuple[re.Pattern[str], str | None]] = []
     if fp8_modules:
@@ -102,8 +101,8 @@ def rename(name: str, rules: Iterable[tuple[re.Pattern[str], str | None]]) -> st
 
 
 def _modules_pattern(modules: Sequence[str]) -> str:
-    """Return a regular expression for ``modules``, short because it runs on 113,000 names."""
-    layers_of: dict[str, list[str]] = {}
+    """Return a short regular expression for ``modules``, because it runs on 113,000 names."""
+    inners_by_layer: dict[str, list[str]] = {}
     for module in modules:
         layer, _, inner = module.removeprefix(TEXT_LAYERS).partition(".")
         if not module.startswith(TEXT_LAYERS) or not layer.isdigit() or not inner:
@@ -111,9 +110,9 @@ def _modules_pattern(modules: Sequence[str]) -> str:
                 f"config.json: quantization_config.fp8_block.modules: {module!r} is not below "
                 f"{TEXT_LAYERS}N, which an overlay needs; fix: build with layout 'full'"
             )
-        layers_of.setdefault(layer, []).append(inner)
+        inners_by_layer.setdefault(layer, []).append(inner)
     groups: dict[tuple[str, ...], list[str]] = {}
-    for layer, inners in layers_of.items():
+    for layer, inners in inners_by_layer.items():
         groups.setdefault(tuple(sorted(inners)), []).append(layer)
     alternatives = (
         rf"(?:{'|'.join(layers)})\.(?:{'|'.join(map(re.escape, inners))})"
@@ -130,8 +129,8 @@ def check_expert_width(module: str, width: int, group_size: int) -> None:
     """
     if width <= group_size:
         raise ValueError(
-            f"{module}: experts are {width} wide on this device, at most one scale group of "
-            f"{group_size}; the engine would misorder the scales of gate and up and silently "
+            f"{module}: experts are {width} wide on this device, which is at most one scale group "
+            f"of {group_size}; the engine would misorder the scales of gate and up and silently "
             "return wrong answers; fix: lower --tensor-parallel-size until experts are more than "
             f"{group_size} wide on each device"
         )

@@ -15,16 +15,15 @@ from spark_vllm.checkpoint.headers import INDEX
 from spark_vllm.checkpoint.settings import Settings
 
 # Values are computed in float32 and rounded once. Scales are rounded to BF16 first, like those of
-# the engine's kernels, so portable mode gives the same answers.
+# the engine's kernels, so that portable mode gives the same answers.
 
 INT32_BITS = 32
 
 
 def infer_bits(qweight: torch.Tensor, scales: torch.Tensor, group_size: int) -> int:
-    """Return the bit width of a GPTQ-packed weight, from the shapes.
+    """Return the bit width of a GPTQ-packed weight, computed from the shapes.
 
-    Raises:
-        ValueError: the shapes fit neither 4 nor 8 bits.
+    Raise ValueError if the shapes match neither 4 nor 8 bits.
     """
     in_features = scales.shape[0] * group_size
     bits, rest = divmod(INT32_BITS * int(qweight.shape[0]), int(in_features))
@@ -51,7 +50,7 @@ def unpack_gptq(qweight: torch.Tensor, bits: int) -> torch.Tensor:
     return (values - 2 ** (bits - 1)).to(torch.int16).flatten(0, 1)
 
 
-def dequantise_gptq(qweight: torch.Tensor, scales: torch.Tensor, group_size: int) -> torch.Tensor:
+def dequantize_gptq(qweight: torch.Tensor, scales: torch.Tensor, group_size: int) -> torch.Tensor:
     """Return the BF16 weight ``[out, in]`` of a symmetric GPTQ-packed module.
 
     Args:
@@ -65,7 +64,7 @@ def dequantise_gptq(qweight: torch.Tensor, scales: torch.Tensor, group_size: int
     return grouped.flatten(0, 1).t().to(torch.bfloat16).contiguous()
 
 
-def dequantise_fp8_blocks(
+def dequantize_fp8_blocks(
     weight: torch.Tensor, scale: torch.Tensor, block_shape: tuple[int, int]
 ) -> torch.Tensor:
     """Return the BF16 weight ``[out, in]`` of a block-scaled FP8 module.
@@ -80,15 +79,15 @@ def dequantise_fp8_blocks(
     expected = (-(-out_features // rows), -(-in_features // columns))
     if tuple(scale.shape) != expected:
         raise ValueError(
-            f"block scales have shape {list(scale.shape)}, the weight needs {list(expected)}"
+            f"block scales have shape {list(scale.shape)}, but the weight needs {list(expected)}"
         )
-    spread = scale.float().repeat_interleave(rows, 0)[:out_features]
-    spread = spread.repeat_interleave(columns, 1)[:, :in_features]
-    return (weight.float() * spread).to(torch.bfloat16)
+    full_scale = scale.float().repeat_interleave(rows, 0)[:out_features]
+    full_scale = full_scale.repeat_interleave(columns, 1)[:, :in_features]
+    return (weight.float() * full_scale).to(torch.bfloat16)
 
 
 class ModuleReader:
-    """Reads tensors by plain name and dequantises modules; the peak is a module in float32."""
+    """Reads tensors by plain name and dequantizes modules, at most one in float32 at a time."""
 
     def __init__(self, directory: Path, settings: Settings) -> None:
         index = json.loads((directory / INDEX).read_text())["weight_map"]
@@ -121,12 +120,12 @@ class ModuleReader:
                 qweight, scales = self._read(f"{module}.qweight"), self._read(f"{module}.scales")
                 group_size = self._settings.group_size
                 self.counts[f"int{infer_bits(qweight, scales, group_size)}"] += 1
-                return dequantise_gptq(qweight, scales, group_size)
+                return dequantize_gptq(qweight, scales, group_size)
             if part == "weight" and f"{module}.weight_scale_inv" in self._stored:
                 weight = self._read(f"{module}.weight")
                 scale = self._read(f"{module}.weight_scale_inv")
                 self.counts["fp8"] += 1
-                return dequantise_fp8_blocks(weight, scale, self._settings.block_shape)
+                return dequantize_fp8_blocks(weight, scale, self._settings.block_shape)
         except (KeyError, ValueError) as error:
             raise ValueError(
                 f"{self._directory}: {module}: {error}; fix: build the checkpoint again"

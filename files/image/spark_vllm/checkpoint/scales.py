@@ -20,7 +20,7 @@ from spark_vllm.checkpoint.settings import Settings
 
 MAX_SCALE_RATIO = 128
 MIN_SCALE_RATIO = 1 / 1024
-"""Limits of a block scale divided by its module's median over all layers, without zero blocks."""
+"""Limits on a block scale divided by its module's median over all layers, without zero blocks."""
 
 _FORMATS = {"F16": "e", "F32": "f"}
 _ZEROS = b"\x00\x80"  # e4m3 codes
@@ -34,17 +34,17 @@ class _Module(NamedTuple):
 
 
 def find_scale_problems(directory: Path, headers: Headers, settings: Settings) -> Iterator[str]:
-    kinds: dict[str, list[_Module]] = defaultdict(list)
+    modules_by_kind: dict[str, list[_Module]] = defaultdict(list)
     for module in _read_modules(directory, headers, settings):
-        bad = [value for value in module.values if not (math.isfinite(value) and value > 0)]
-        if bad:
+        invalid = [value for value in module.values if not (math.isfinite(value) and value > 0)]
+        if invalid:
             yield (
-                f"{module.scale.file}: {module.name}: {len(bad)} of {len(module.values)} block "
-                f"scales are not positive, such as {bad[0]:g}"
+                f"{module.scale.file}: {module.name}: {len(invalid)} of {len(module.values)} block "
+                f"scales are not positive, such as {invalid[0]:g}"
             )
         else:
-            kinds[re.sub(r"\.\d+\.", ".N.", module.name)].append(module)
-    for modules in kinds.values():
+            modules_by_kind[re.sub(r"\.\d+\.", ".N.", module.name)].append(module)
+    for modules in modules_by_kind.values():
         yield from _find_outliers(directory, modules, settings.block_shape)
 
 
@@ -62,9 +62,9 @@ def _read_modules(directory: Path, headers: Headers, settings: Settings) -> Iter
 def _find_outliers(
     directory: Path, modules: list[_Module], block: tuple[int, int]
 ) -> Iterator[str]:
-    every = [value for module in modules for value in module.values]
-    if max(every) <= MAX_SCALE_RATIO * min(every):
-        return  # There are no outliers: skip reading the weights, which takes a second.
+    values = [value for module in modules for value in module.values]
+    if max(values) <= MAX_SCALE_RATIO * min(values):
+        return  # Without outliers, skip reading the weights, which takes a second.
     used = [
         (module, value)
         for module in modules
@@ -78,7 +78,7 @@ def _find_outliers(
         if not MIN_SCALE_RATIO * median <= value <= MAX_SCALE_RATIO * median:
             yield (
                 f"{module.scale.file}: {module.name}: scale {value:g} is not between "
-                f"1/{1 / MIN_SCALE_RATIO:.0f} and {MAX_SCALE_RATIO} times the median of these "
+                f"1/{1 / MIN_SCALE_RATIO:.0f} and {MAX_SCALE_RATIO} times the median of similar "
                 f"modules, {median:g}"
             )
 

@@ -19,7 +19,7 @@ HEADS = ("keep", "int8-g128")
 
 @dataclass(frozen=True)
 class Settings:
-    """Formats of a hybrid checkpoint. Plain data: vLLM pickles it."""
+    """Formats of a hybrid checkpoint, as plain data, because vLLM pickles it."""
 
     fp8_modules: tuple[str, ...]  # checkpoint names
     block_shape: tuple[int, int]
@@ -27,7 +27,7 @@ class Settings:
     head: str
     bits: int
     group_size: int
-    block_names: tuple[str, ...]  # modules below these are quantised unless listed in extra
+    block_names: tuple[str, ...]  # modules below these are quantized, unless extra lists them
     extra: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
@@ -96,7 +96,7 @@ def _check_extra(extra: Mapping[str, Any], group_size: int) -> None:
             continue
         raise ValueError(
             f"config.json: quantization_config.extra_config.{name}: {dict(module)}, "
-            f"accepted: {accepted}; fix: use a base checkpoint with such a config.json"
+            f"expected {accepted}; fix: use a base checkpoint with such a config.json"
         )
 
 
@@ -109,7 +109,7 @@ def _is_pattern(name: str) -> bool:
 
 
 def _read_block_names(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return ``block_name_to_quantize``; without it INC would also quantise MTP names."""
+    """Return ``block_name_to_quantize``; if it were missing, INC would also quantize MTP layers."""
     value = config.get("block_name_to_quantize", config.get("to_quant_block_names"))
     _require(
         bool(value), "block_name_to_quantize", config, "the text layers, e.g. " + names.TEXT_LAYERS
@@ -122,6 +122,6 @@ def _require(is_valid: bool, key: str, config: Mapping[str, Any], accepted: obje
         text = repr(config.get(key.rpartition(".")[2], "missing"))
         text = text if len(text) < 80 else text[:77] + "..."
         raise ValueError(
-            f"config.json: quantization_config.{key}: {text}, accepted: {accepted}; "
-            "fix: build the checkpoint again with this version of the deploy"
+            f"config.json: quantization_config.{key}: {text}, expected {accepted}; "
+            "fix: build the checkpoint again with this version"
         )

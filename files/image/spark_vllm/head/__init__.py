@@ -1,1 +1,1 @@
-"""Opt-in INT8 LM head: quantisation during the load, kernels, kernel choice."""
+"""Opt-in INT8 LM head: quantization during the load, kernels, kernel choice."""

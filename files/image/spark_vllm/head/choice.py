@@ -1,4 +1,4 @@
-"""Choose the kernel of the opt-in INT8 head from times measured once, and the rows of drafts."""
+"""Choose the kernel of the opt-in INT8 head from measured times, and the tokens of drafts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class HeadSetup:
 
 
 def list_head_batches(max_sequences: int, drafts: int) -> tuple[int, ...]:
-    """Return the batch sizes of the head: rows of 1 to ``max_sequences`` sequences."""
+    """Return the head's batch sizes in rows, for 1 to ``max_sequences`` sequences."""
     return tuple(count * (1 + drafts) for count in range(1, max_sequences + 1))
 
 
@@ -58,10 +58,10 @@ def read_choice(path: Path, setup: HeadSetup) -> str | None:
         stored = {**content["measured"], "batches": tuple(content["measured"]["batches"])}
         choice = str(content["choice"])
         if choice not in KERNELS:
-            raise ValueError(f"choice {choice!r}")
+            raise ValueError(f"unknown choice {choice!r}")
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{path}: {error!r}; fix: delete the file; the next start measures again"
+            f"{path}: {error!r}; fix: delete the file, so that the next start measures again"
         ) from error
     return choice if stored == asdict(setup) else None
 
@@ -83,7 +83,7 @@ def write_choice(path: Path, setup: HeadSetup, times: Times) -> str:
     return choice
 
 
-def describe(times: Times, batches: Sequence[int]) -> str:
+def describe_times(times: Times, batches: Sequence[int]) -> str:
     return "; ".join(
         f"{kernel} {', '.join(f'{row[batch]:.0f}' for batch in batches)}"
         for kernel, row in times.items()

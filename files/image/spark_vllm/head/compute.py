@@ -1,4 +1,4 @@
-"""Compute an LM head by our kernel, by Marlin or in BF16, and measure their times."""
+"""Compute an LM head with our kernel, with Marlin or in BF16, and measure the times."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from spark_vllm.head.quantise import GROUP_SIZE
+from spark_vllm.head.quantize import GROUP_SIZE
 from spark_vllm.head.tiles import read_table, tile_for, tiles_for
 
 Head = Callable[[torch.Tensor], torch.Tensor]
@@ -18,7 +18,7 @@ _REPLAYS = 9
 
 def make_own_head(values: torch.Tensor, scales: torch.Tensor, weight: torch.Tensor) -> Head:
     """Return our kernel over INT8 rows, compiled for inputs that fit ``weight``."""
-    # Imported late: Triton may be missing without a GPU.
+    # Imported here, because Triton may be missing on machines without a GPU.
     from spark_vllm.head.kernel import logits
 
     properties = torch.cuda.get_device_properties(values.device)

@@ -24,7 +24,7 @@ class DraftHead:
 
 
 class SparkQwen35MoeMTP(Qwen3_5MoeMTP):
-    """Uses the draft head of the LM head that it shares with the target, if there is one."""
+    """Uses the draft head, if any, of the LM head that it shares with the target."""
 
     def compute_logits(
         self, hidden_states: torch.Tensor, spec_step_idx: int = 0

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from spark_vllm.head.quantise import GROUP_SIZE
+from spark_vllm.head.quantize import GROUP_SIZE
 from spark_vllm.head.tiles import Tile
 
 LARGEST_HALF_SUM = 32512
@@ -27,7 +27,7 @@ def _expand(values, FIRST: tl.constexpr):
 
 @triton.jit  # type: ignore[untyped-decorator] # triton has no types
 def _dot(weight, x, acc, BATCH_FIRST: tl.constexpr, EXACT: tl.constexpr):
-    # Constant conditions: only a single branch is compiled.
+    # The conditions are constant, so only one branch is compiled.
     if EXACT:
         if BATCH_FIRST:
             product = tl.dot(x, weight, acc=acc, out_dtype=tl.int32)
@@ -62,7 +62,7 @@ def _wait_for_earlier_kernels(EARLY: tl.constexpr):
         tl.extra.cuda.gdc_wait()
 
 
-# Changes of batch and groups must not compile the kernel again.
+# A different batch or number of groups must not compile the kernel again.
 @triton.jit(do_not_specialize=["batch", "groups"])  # type: ignore[untyped-decorator] # no types
 def _logits_kernel(
     x_ptr,  # BF16 or FP16 [batch, in]; SPLIT: int8 [2, batch, groups * GROUP]
@@ -95,7 +95,7 @@ def _logits_kernel(
         first_row = (tile // tiles_m) * BLOCK_N
         row = first_row + tl.arange(0, BLOCK_N)
         item = (tile % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
-        # Rows past the end read the last row again: no predicate on the weight's copies.
+        # Rows past the end read the last row again, so that copies of the weight need no predicate.
         safe_row = tl.minimum(row, rows - 1)
         x_item = x_ptr + _expand(item, BATCH_FIRST) * x_width + _expand(inner, not BATCH_FIRST)
         mask = _expand(item, BATCH_FIRST) < batch
@@ -103,7 +103,7 @@ def _logits_kernel(
             total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         else:
             total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-        # Triton does not pipeline small loads: load a group ahead.
+        # Load one group ahead, because Triton does not pipeline small loads.
         scale = tl.load(scale_ptr + safe_row)
         if SPLIT:
             x_scale = tl.load(x_scale_ptr + item, mask=item < batch, other=0.0)
@@ -177,7 +177,7 @@ def _split_kernel(
 def logits(
     x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, tile: Tile, processors: int
 ) -> torch.Tensor:
-    """Return ``x @ dequantised.T`` in the dtype of ``x``.
+    """Return ``x @ dequantized.T`` in the dtype of ``x``.
 
     Launches at most two kernels; a CUDA graph can capture it after the tile has run once.
 
@@ -189,7 +189,7 @@ def logits(
         processors: multiprocessors of the device.
     """
     x = x.contiguous()
-    if x.data_ptr() % 16:  # another alignment would compile again, during a request
+    if x.data_ptr() % 16:  # a different alignment would compile again, during a request
         x = x.clone()
     batch, in_features = x.shape
     groups, rows = scales.shape

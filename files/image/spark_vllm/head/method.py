@@ -1,7 +1,7 @@
-"""Opt-in INT8 LM head: quantised at load time, computed by the fastest kernel."""
+"""Opt-in INT8 LM head: quantized at load time, computed by the fastest kernel."""
 
 # Select it with ``--additional-config '{"spark": {"lm_head": "int8-triton"}}'`` for a 16-bit head.
-# ``lm_head_times`` names a file for measured times; without it Marlin is used.
+# ``lm_head_times`` is the path of a file for measured times; without it, Marlin is used.
 # ``draft_vocabulary`` is the number of tokens that the drafter chooses from.
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from spark_vllm.head.choice import (
     IMAGE_VARIABLE,
     KERNELS,
     HeadSetup,
-    describe,
+    describe_times,
     frequent_token_ids,
     list_head_batches,
     read_choice,
@@ -32,7 +32,7 @@ from spark_vllm.head.choice import (
 )
 from spark_vllm.head.compute import Head, make_marlin_head, make_own_head, measure_kernels
 from spark_vllm.head.drafting import DraftHead
-from spark_vllm.head.quantise import quantise_rows
+from spark_vllm.head.quantize import quantize_rows
 
 # Below "vllm.", because vLLM gives handlers only to its own logger.
 logger = init_logger("vllm.spark_vllm.lm_head")
@@ -43,8 +43,8 @@ CHOICES = ("int8-triton",)
 
 @dataclass(frozen=True)
 class HeadOptions:
-    kernel: str | None  # "own", "marlin" or "bf16"; None: the fastest by ``times``
-    times: Path | None  # file of measurements; None: Marlin
+    kernel: str | None  # "own", "marlin" or "bf16"; None means the fastest
+    times: Path | None  # file with measured times; None means Marlin
     batches: tuple[int, ...]
     draft_vocabulary: int | None
     tokenizer: Path
@@ -64,7 +64,7 @@ def read_head_options() -> HeadOptions | None:
     times, draft_vocabulary = spark.get("lm_head_times"), spark.get("draft_vocabulary")
     if draft_vocabulary is not None and config.parallel_config.tensor_parallel_size > 1:
         raise ValueError(
-            "--additional-config: spark.draft_vocabulary: each GPU has only a part of the rows; "
+            "--additional-config: spark.draft_vocabulary: needs all rows on one GPU; "
             "fix: remove the option, or use one GPU"
         )
     speculation = config.speculative_config
@@ -83,7 +83,7 @@ def read_head_options() -> HeadOptions | None:
 def _check_choice(option: str, value: Any, accepted: tuple[str, ...]) -> None:
     if value not in accepted:
         raise ValueError(
-            f"--additional-config: spark.{option}: {value!r}, accepted: {', '.join(accepted)}; "
+            f"--additional-config: spark.{option}: {value!r}, expected {' or '.join(accepted)}; "
             "fix: use an accepted value, or remove the option"
         )
 
@@ -130,12 +130,12 @@ class Int8Head(QuantizeMethodBase):
         layer.register_parameter("weight", weight)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Choose the kernel and replace the weight by the format it reads.
+        """Choose the kernel and convert the weight to the format that the kernel reads.
 
-        Peak memory: the 16-bit weight, INT8 rows twice and a block of rows in float32.
+        Memory peaks at the 16-bit weight, two copies of INT8 rows and a float32 block of rows.
         """
         weight = layer.weight.data
-        values, scales = quantise_rows(weight)
+        values, scales = quantize_rows(weight)
         kernel = self.options.kernel or self._choose_kernel(weight, values, scales)
         if kernel == "own":
             # Parameters, so that the engine counts and moves them.
@@ -147,8 +147,8 @@ class Int8Head(QuantizeMethodBase):
             ids = frequent_token_ids(self.options.tokenizer, count, layer.org_vocab_size)
             index = torch.tensor(ids, device=weight.device)
             # Rows are the second dimension of scales.
-            chosen = scales.index_select(1, index)
-            head = _make_head(kernel, values[index], chosen, weight[index])
+            draft_scales = scales.index_select(1, index)
+            head = _make_head(kernel, values[index], draft_scales, weight[index])
             self.draft_head = DraftHead(head, index)
             logger.info("spark drafts from %d of %d tokens", len(ids), layer.org_vocab_size)
         if kernel != "bf16":
@@ -179,7 +179,7 @@ class Int8Head(QuantizeMethodBase):
             logger.info(
                 "spark int8-triton head: us at batches %s: %s",
                 list(setup.batches),
-                describe(times, setup.batches),
+                describe_times(times, setup.batches),
             )
         return choice
 
@@ -192,8 +192,8 @@ class Int8Head(QuantizeMethodBase):
         return out.view(*x.shape[:-1], -1)
 
     def tie_weights(self, layer: torch.nn.Module, embed_tokens: torch.nn.Module) -> torch.nn.Module:
-        """Refuse: an embedding cannot be read from INT8 rows."""
+        """Raise ValueError, because an embedding cannot be read from INT8 rows."""
         raise ValueError(
-            "--additional-config: spark.lm_head: the head of this model is the embedding; "
+            "--additional-config: spark.lm_head: this model shares the head with the embedding; "
             "fix: remove the option"
         )

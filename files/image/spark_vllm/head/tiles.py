@@ -19,13 +19,13 @@ class Tile:
     max_batch: int | None
     block_m: int
     block_n: int
-    groups_per_step: int  # groups loaded together; ignored where it does not divide the input
+    groups_per_step: int  # groups loaded together; ignored unless it divides the input
     split: bool  # activations as two INT8 halves instead of weights as BF16
     warps: int
     stages: int  # tiles in flight
-    programs_per_processor: int  # 0: a program per tile
-    batch_first: bool = False  # batch as first operand of the product; block_m is 16 at least
-    bulk_copies: bool = False  # weights by the copy engine of 9.0 and later; needs a descriptor
+    programs_per_processor: int  # 0 means one program per tile
+    batch_first: bool = False  # batch as first operand of the product; block_m is at least 16
+    bulk_copies: bool = False  # load with the copy engine of 9.0 and later; needs a descriptor
     early: bool = False  # launched before the previous kernel has finished; 9.0 and later
     keep_output: bool = False  # logits stay in the cache, where the sampler reads them next
 
@@ -33,8 +33,7 @@ class Tile:
 def read_table(path: Path = TABLE_PATH) -> dict[str, tuple[Tile, ...]]:
     """Return the tiles per compute capability (``"12.1"``) and for ``"default"``.
 
-    Raises:
-        ValueError: limits do not rise to null, or the default is missing.
+    Raise ValueError if limits do not rise to null, or if the default is missing.
     """
     data: Mapping[str, Any] = json.loads(path.read_text())
     table = {name: tuple(Tile(**tile) for tile in tiles) for name, tiles in data["tiles"].items()}
@@ -43,10 +42,10 @@ def read_table(path: Path = TABLE_PATH) -> dict[str, tuple[Tile, ...]]:
         if limits != [*sorted({limit for limit in limits if limit is not None}), None]:
             raise ValueError(
                 f"{path}: tiles of {name!r} have limits {limits}; "
-                "fix: sort them; only the last is null"
+                "fix: sort them, with null only at the end"
             )
     if "default" not in table:
-        raise ValueError(f"{path}: no tiles named 'default'; fix: add them")
+        raise ValueError(f"{path}: lacks tiles named 'default'; fix: add them")
     return table
 
 

@@ -81,16 +81,16 @@ class FileEmbedding(Qwen4ExpPLEEmbedding):
         )
         if not reduce_results or self.etp_data_parallel_size > 1:
             raise ValueError(
-                "--additional-config: spark.ngram_table: file does not support sequence parallel "
-                "hyper-connections or embedding_across_dp; fix: switch them off"
+                "--additional-config: spark.ngram_table: file does not support sequence "
+                "parallel hyper-connections or embedding_across_dp; fix: switch both off"
             )
         path = table_path(options.directory, extract_layer_index(prefix))
         self.table = Table(path, options.cache_bytes)
         header = self.table.header
         if (header.rows, header.width) != (num_embeddings, embedding_dim):
             raise ValueError(
-                f"{path}: {header.rows} rows of {header.width} numbers, config.json needs "
-                f"{num_embeddings} of {embedding_dim}; fix: build the checkpoint again"
+                f"{path}: has {header.rows} rows of {header.width} numbers, but config.json needs "
+                f"{num_embeddings} rows of {embedding_dim}; fix: build the checkpoint again"
             )
         shape = (max_total_tokens, num_ngram_heads)
         ids = torch.empty(shape, dtype=torch.int64, device="cpu", pin_memory=True)
@@ -131,7 +131,7 @@ class FileEmbedding(Qwen4ExpPLEEmbedding):
         output.copy_(self._device_rows[: len(output)].flatten(1))
 
     def dequantize(self, embeddings: torch.Tensor, output_dtype: torch.dtype) -> torch.Tensor:
-        return dequantise_rows(embeddings, self.table.header, self._e2m1, output_dtype)
+        return dequantize_rows(embeddings, self.table.header, self._e2m1, output_dtype)
 
     def _host_function(self, count: int) -> Callable[..., None]:
         """Return a function that reads rows of ``count`` tokens; CUDA graphs keep its address."""
@@ -143,7 +143,7 @@ class FileEmbedding(Qwen4ExpPLEEmbedding):
                 try:
                     self.table.lookup(ids, rows)
                 except BaseException as error:  # The GPU must not compute with stale rows.
-                    os.write(2, f"spark: the engine ends: {error}\n".encode())
+                    os.write(2, f"spark: stopping the engine: {error}\n".encode())
                     os._exit(1)
 
             self._functions[count] = _HostFunction(read_rows)
@@ -155,10 +155,10 @@ def launch_host_function(stream: torch.cuda.Stream, function: Callable[..., None
     driver = ctypes.CDLL("libcuda.so.1")
     status = driver.cuLaunchHostFunc(ctypes.c_void_p(stream.cuda_stream), function, None)
     if status:
-        raise RuntimeError(f"cuLaunchHostFunc: error {status}")
+        raise RuntimeError(f"cuLaunchHostFunc returned the error {status}")
 
 
-def dequantise_rows(
+def dequantize_rows(
     rows: torch.Tensor, header: Header, e2m1: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     """Return the numbers of adjacent rows, computed like the engine's own formats."""

@@ -18,25 +18,25 @@ class TableOptions:
 
 
 def read_table_options(additional: Any, directory: str | Path) -> TableOptions | None:
-    """Return where the tables are and how much memory caches rows; None if they are tensors."""
+    """Return directory and cache size for tables in files, or None if tables are tensors."""
     spark = additional.get("spark", {}) if isinstance(additional, Mapping) else {}
     choice, cache_mib = spark.get(OPTION), spark.get(CACHE_OPTION, _CACHE_MIB)
     if choice not in (None, "file"):
         raise ValueError(
-            f"--additional-config: spark.{OPTION}: {choice!r}, accepted: file; "
-            "fix: use it, or remove the option"
+            f'--additional-config: spark.{OPTION}: {choice!r}, expected "file"; '
+            'fix: use "file", or remove the option'
         )
     if not isinstance(cache_mib, int) or cache_mib < 1:
         raise ValueError(
-            f"--additional-config: spark.{CACHE_OPTION}: {cache_mib!r}, accepted: MiB from 1; "
-            "fix: use such a number, or remove the option"
+            f"--additional-config: spark.{CACHE_OPTION}: {cache_mib!r}, expected a number of MiB "
+            "from 1; fix: use such a number, or remove the option"
         )
     has_files = any(Path(directory).glob("ngram-table-*.bin"))
     if has_files != (choice == "file"):
         state = "has" if has_files else "lacks"
         raise ValueError(
             f"--additional-config: spark.{OPTION}: {choice!r}, but the checkpoint {state} "
-            "ngram-table files; "
-            "fix: set it to file exactly if the checkpoint has them"
+            'ngram-table files; fix: use "file" if the checkpoint has them, and remove the option '
+            "otherwise"
         )
     return TableOptions(Path(directory), cache_mib << 20) if choice else None

@@ -1,8 +1,8 @@
 """Reads rows of an n-gram embedding table from a file and verifies each block once.
 
-A file has a header of 4096 bytes and blocks of 4096 bytes, so a row costs one read of the disk. A
-block has whole rows, zeros, and the CRC-32 of both, which starts from the number of the block:
-a block in the wrong place does not verify either. ``spark_checkpoint`` writes the file.
+A file has a header of 4096 bytes and blocks of 4096 bytes, so reading a row takes one disk read.
+A block has whole rows, zeros, and the CRC-32 of both, which starts from the block number, so that a
+block in the wrong place is also detected. ``spark_checkpoint`` writes the file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FORMAT = "spark-ngram-table-1"
 BLOCK_BYTES = 4096
 _CHECKED_BYTES = BLOCK_BYTES - 4
 GROUP = 16
-"""Numbers of a row in format ``e2m1`` that share a scale."""
+"""Number of adjacent values in a row that share a scale, in format ``e2m1``."""
 
 Ids = NDArray[np.int64]
 Rows = NDArray[np.uint8]
@@ -64,8 +64,8 @@ class Header:
 class DamagedTableError(ValueError):
     def __init__(self, path: Path, problem: str) -> None:
         super().__init__(
-            f"{path}: {problem}; fix: verify the checkpoint with `spark_checkpoint verify --full`, "
-            "build it again"
+            f"{path}: {problem}; fix: run `spark_checkpoint verify --full` on the checkpoint; if "
+            "that fails, build it again"
         )
 
 
@@ -84,7 +84,7 @@ def read_header(path: Path) -> Header:
     header = Header(**content)
     if size != header.file_bytes:
         raise DamagedTableError(
-            path, f"has {size} bytes, {header.rows} rows need {header.file_bytes}"
+            path, f"has {size} bytes, but {header.rows} rows need {header.file_bytes}"
         )
     return header
 
@@ -97,7 +97,7 @@ def _checksum(block: bytes | bytearray, number: int) -> bytes:
 class Table:
     """Reads rows; keeps ``cache_bytes`` of them in memory.
 
-    A row that cannot be read or verified raises: it is never replaced by zeros.
+    It raises an error if a row cannot be read or verified, and never replaces rows with zeros.
     """
 
     def __init__(self, path: Path, cache_bytes: int, read: Reader = os.preadv) -> None:
@@ -124,9 +124,11 @@ class Table:
         os.close(self._file)
 
     def lookup(self, ids: Ids, out: Rows) -> None:
-        """Write the rows of ``ids`` to ``out``, a row each."""
+        """Write the row of each id to ``out``."""
         if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self.header.rows:
-            raise DamagedTableError(self.path, f"has {self.header.rows} rows, not row {ids.max()}")
+            raise DamagedTableError(
+                self.path, f"has {self.header.rows} rows, but not row {ids.max()}"
+            )
         slots = ids % self._slots
         is_cached = self._cached_ids[slots] == ids
         np.take(self._cached_rows, slots, axis=0, out=out, mode="clip")
@@ -139,17 +141,19 @@ class Table:
             self._cached_ids[slots[missing]] = ids[missing]
 
     def _read_rows(self, ids: Ids) -> Rows:
-        blocks, places = np.divmod(ids, self.header.rows_per_block)
+        blocks, offsets = np.divmod(ids, self.header.rows_per_block)
         blocks += 1
         numbers = np.unique(blocks)
         unverified = numbers[~self._verified[numbers]].tolist()
-        for number in numbers.tolist() if len(numbers) > 1 else []:  # a single read needs no queue
+        for number in (
+            numbers.tolist() if len(numbers) > 1 else []
+        ):  # a single read needs no prefetch
             self._prefetch(number)
         for number in unverified:
             self._verify_block(number)
         if os.fstat(self._file).st_size != self.header.file_bytes:  # reading would be fatal
             raise DamagedTableError(self.path, "was truncated")
-        rows: Rows = self._rows[blocks, places]
+        rows: Rows = self._rows[blocks, offsets]
         return rows
 
     def _prefetch(self, number: int) -> None:

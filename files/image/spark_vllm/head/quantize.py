@@ -1,4 +1,4 @@
-"""Quantise LM head rows from BF16 to INT8 with a scale per 128 inputs."""
+"""Quantize LM head rows from BF16 to INT8 with a scale per 128 inputs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ROWS_PER_BLOCK = 8192
 LARGEST = 127
 
 
-def quantise_rows(
+def quantize_rows(
     weight: torch.Tensor, rows_per_block: int = ROWS_PER_BLOCK
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``weight`` as INT8 values and scales.
@@ -43,8 +43,8 @@ def quantise_rows(
     return values, scales
 
 
-def dequantise_rows(values: torch.Tensor, scales: torch.Tensor, in_features: int) -> torch.Tensor:
-    """Return the float32 weight ``[rows, in_features]`` the kernel computes with."""
+def dequantize_rows(values: torch.Tensor, scales: torch.Tensor, in_features: int) -> torch.Tensor:
+    """Return the float32 weight ``[rows, in_features]`` that the kernel uses."""
     groups, rows = scales.shape
     wide = values.float().view(rows, groups, GROUP_SIZE) * scales.t().float().unsqueeze(-1)
     return wide.view(rows, -1)[:, :in_features]
