@@ -196,7 +196,7 @@ MTP_DAMAGES = {
     "a scale of zero": (set_first(SCALE, b"\0\0"), FP8, "finite and above zero"),
     "an infinite scale": (set_first(SCALE, b"\x80\x7f"), FP8, "finite and above zero"),
     "a negative scale": (set_first(SCALE, b"\0\xbc"), FP8, "finite and above zero"),
-    "a scale far too large": (set_first(SCALE, b"\xc8\x42"), FP8, "has a scale of 100, but the median"),
+    "a scale far too large": (set_first(SCALE, b"\xc8\x42"), FP8, "has a scale of 100, but"),
     "a scale far too small": (set_first(SCALE, b"\x8c\x2b"), FP8, "has a scale of 9.9"),
     "missing scales": (lambda donor: donor.pop(SCALE), FP8, "is FP8 without block scales"),
     "a BF16 weight of NaN": (fill(PLAIN, b"\xff"), PLAIN, "NaN or infinite"),
