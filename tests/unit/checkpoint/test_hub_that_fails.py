@@ -290,7 +290,7 @@ def test_message_about_a_refused_connection_contains_no_python_objects(scene):
         bound.bind(("127.0.0.1", 0))
         scene.write_order(f"http://127.0.0.1:{bound.getsockname()[1]}")
         done = run_tool("fetch", scene.order, check=False)
-    assert "last: connection refused;" in done.stderr
+    assert "last error: connection refused;" in done.stderr
     assert "urllib3" not in done.stderr
     assert "object at 0x" not in done.stderr
 
