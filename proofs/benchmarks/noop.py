@@ -59,7 +59,7 @@ def cpu_seconds(guests: list[Guest]) -> dict[str, float]:
     return {"controller_cpu_s": children.ru_utime + children.ru_stime, "hosts_cpu_s": hosts_s}
 
 
-def timed(command: list[str], guests: list[Guest], env: dict[str, str]) -> dict[str, float]:
+def run_timed(command: list[str], guests: list[Guest], env: dict[str, str]) -> dict[str, float]:
     # With this variable modules would be compiled in every run.
     usual = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     before, began = cpu_seconds(guests), time.monotonic()
@@ -68,7 +68,7 @@ def timed(command: list[str], guests: list[Guest], env: dict[str, str]) -> dict[
     wall_s = time.monotonic() - began
     if result.returncode != 0:
         raise SystemExit(f"{shlex.join(command)}\n{result.stdout[-3000:]}{result.stderr[-3000:]}")
-    if changed(command, result.stdout):
+    if has_changes(command, result.stdout):
         raise SystemExit(f"{command[0]} changed something:\n{result.stdout[-3000:]}")
     after = cpu_seconds(guests)
     times = {name: round(after[name] - before[name], 2) for name in before}
@@ -77,7 +77,7 @@ def timed(command: list[str], guests: list[Guest], env: dict[str, str]) -> dict[
     return {"wall_s": round(wall_s, 2), "wall_without_hosts_s": round(alone_s, 2), **times}
 
 
-def changed(command: list[str], output: str) -> bool:
+def has_changes(command: list[str], output: str) -> bool:
     if "ansible" in command[0]:
         return set(re.findall(r"changed=(\d+)", output)) != {"0"}
     return any(operation["success"] for operation in json.loads(output)["results"]["operations"])
@@ -119,7 +119,7 @@ def playbook(folder: Path, guests: list[Guest], programs: Path) -> tuple[list[st
     return command, environment
 
 
-def commands_of(guests: list[Guest], start_times: dict[str, str]) -> int:
+def count_commands(guests: list[Guest], start_times: dict[str, str]) -> int:
     query = "journalctl -t sudo --since @{} -o cat | grep -c COMMAND="
     return max(int(guest.run(query.format(start_times[guest.name]))) - 1 for guest in guests)
 
@@ -143,15 +143,15 @@ def main() -> int:
                 pyinfra_command, capture_output=True, stdin=subprocess.DEVNULL, check=True
             )
             ansible_command, environment = playbook(Path(folder), guests, options.ansible)
-            timed(ansible_command, guests, environment)  # so that both have been there once
+            run_timed(ansible_command, guests, environment)  # so that both have been there once
             runs: dict[str, list[dict[str, float]]] = {"ours": [], "ansible": []}
             commands = {}
             tools = [("ours", pyinfra_command, {}), ("ansible", ansible_command, environment)]
             for number in range(ROUNDS):
                 for kind, command, env in tools[:: -1 if number % 2 else 1]:
                     start_times = {guest.name: guest.run("date +%s.%6N") for guest in guests}
-                    runs[kind].append(timed(command, guests, env))
-                    commands[kind] = commands_of(guests, start_times)
+                    runs[kind].append(run_timed(command, guests, env))
+                    commands[kind] = count_commands(guests, start_times)
         measurements.append({"hosts": len(names), "commands_a_host": commands, "runs": runs,
                       "load": os.getloadavg()[0]})  # fmt: skip
         sys.stdout.write(json.dumps(measurements[-1]) + "\n")
@@ -163,14 +163,14 @@ def main() -> int:
         "measured_at": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "machine": {"cpus": os.cpu_count(), "arch": platform.machine()},
         "stands_in": "guests of the virtual lab on a single machine; not a DGX Spark",
-        "median": [summary(entry) for entry in measurements],
+        "median": [summarize(entry) for entry in measurements],
         "found": measurements,
     }
     (RESULTS / "noop.json").write_text(json.dumps(result, indent=1) + "\n")
     groups = [
         (
             f"{entry['hosts']} host{'s' * (entry['hosts'] > 1)}: {kind}",
-            [middle(entry, kind, "wall_s"), middle(entry, kind, "wall_without_hosts_s")],
+            [median_of(entry, kind, "wall_s"), median_of(entry, kind, "wall_without_hosts_s")],
         )
         for entry in measurements
         for kind in ("ours", "ansible")
@@ -182,13 +182,13 @@ def main() -> int:
     return 0
 
 
-def middle(measurement: dict[str, Any], kind: str, key: str) -> float:
+def median_of(measurement: dict[str, Any], kind: str, key: str) -> float:
     return round(statistics.median(run[key] for run in measurement["runs"][kind]), 2)
 
 
-def summary(measurement: dict[str, Any]) -> dict[str, Any]:
+def summarize(measurement: dict[str, Any]) -> dict[str, Any]:
     times = {
-        kind: {key: middle(measurement, kind, key) for key in measurement["runs"][kind][0]}
+        kind: {key: median_of(measurement, kind, key) for key in measurement["runs"][kind][0]}
         for kind in ("ours", "ansible")
     }
     pyinfra, ansible = times["ours"], times["ansible"]

@@ -74,7 +74,7 @@ def refused_cases() -> list[tuple[dict[str, Any], str]]:
 
 
 def nan_cases() -> list[tuple[dict[str, Any], str]]:
-    """Checkpoints with wrong numbers or counts; the engine must refuse them by name.
+    """Return checkpoints with wrong numbers or counts; the engine must reject them by name.
 
     Counts and FP8 block scales are checked before loading, all other tensors after.
     """
@@ -110,7 +110,7 @@ def nan_cases() -> list[tuple[dict[str, Any], str]]:
 
 
 def damage_cases() -> list[dict[str, Any]]:
-    """Damages that no distribution gives away, for the questions of the start check."""
+    """Return damage that no distribution reveals, for the questions of the start check."""
     more = {"prompt_count": len(expected_answers()), "tokens": 300, "capture": False}
     return [case(f"damage-{name}", f"tiny-full-head8-{name}", **more) for name in damages.TRAINED]
 

@@ -62,7 +62,7 @@ def steered_cases() -> list[dict[str, Any]]:
 
 
 def prefix_cases() -> list[dict[str, Any]]:
-    """Conversations of three turns, longer than two cache blocks, with and without the cache.
+    """Return cases of three turns, longer than two cache blocks, with and without the cache.
 
     ``agent-*`` use the trained model after unseen filler, with small margins; the others a steered
     model, whose margins reveal a wrong state.
@@ -97,7 +97,7 @@ def two_gpu_cases() -> list[dict[str, Any]]:
 
 
 def head_cases() -> list[dict[str, Any]]:
-    """The opt-in head: measured at the first start, read from the file at the second."""
+    """Return the opt-in head: measured at the first start, read from the file at the second."""
     more = {"tokens": STEERED_TOKENS, "options": mtp(2), **QUIET}
     alone = {"spark": {"lm_head": "int8-triton"}}
     cases = [case("steered-95-head-unmeasured-mtp2", "steered-95-bf16", additional=alone, **more)]
@@ -130,7 +130,7 @@ def sizes_cases() -> list[dict[str, Any]]:
 
 
 def names_cases() -> list[dict[str, Any]]:
-    """Target with vision tower, and drafter: together they read every tensor."""
+    """Return target with vision tower, and drafter: together they read every tensor."""
     whole = {"language_model_only": False, "limit_mm_per_prompt": {"image": 1}, **mtp(1)}
     more = {"prompts": "pictures", "tokens": 8, "ignore_eos": True, "count_names": True, **QUIET}
     online = {"quantization_config": ONLINE_FP8}
@@ -172,7 +172,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 TIMES = 6
 
 
-def again(name: str) -> list[str]:
+def reruns(name: str) -> list[str]:
     return [name, *(f"{name}-{time}" for time in range(2, TIMES + 1))]
 
 
@@ -183,7 +183,7 @@ def conversation_cases() -> list[dict[str, Any]]:
         cases[name] = {**plain, "options": {**plain["options"], **more}}
     steered = [case for name, case in cases.items() if name.startswith("prefixes-")]
     talks = [name for name in cases if name.startswith("agent-")]
-    return [*({**cases[name], "name": copy} for name in talks for copy in again(name)), *steered]
+    return [*({**cases[name], "name": copy} for name in talks for copy in reruns(name)), *steered]
 
 
 MODELS = {"tiny": "text", "recall": "contexts"}

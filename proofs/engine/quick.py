@@ -5,7 +5,7 @@ from typing import Any
 
 FLASH = "SPARK_FLASH_ATTENTION"
 """Set to 3 on Hopper: version 2 of the x86 wheel has no Hopper code, which takes the driver minutes
-to compile. A Spark has version 2 only."""
+to compile. A Spark has only version 2."""
 FIRST = "SPARK_FIRST_CONFIGURATION"
 
 
@@ -41,7 +41,7 @@ def flash_attention() -> int:
 
 
 def read_turboquant_prompts_with_flash_attention_3() -> None:
-    """Allow it for prompts of a TurboQuant cache, which the engine forbids as untested."""
+    """Allow it for prompts with a TurboQuant cache; the engine rejects it as untested."""
     from vllm.v1.attention.backends import turboquant_attn
 
     turboquant_attn.get_flash_attn_version = lambda *_, **__: 3

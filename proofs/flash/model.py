@@ -109,7 +109,7 @@ def shapes() -> dict[str, tuple[int, ...]]:
     return found | {"mtp.pre_fc_norm_hidden.weight": (STREAMS,)}
 
 
-def following(seed: int = SEED) -> np.ndarray[Any, np.dtype[np.int64]]:
+def next_tokens(seed: int = SEED) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Return the token after each token where no large row interferes: a single cycle."""
     cycle = np.random.default_rng(seed).permutation(TEXT["vocab_size"])
     result = np.empty_like(cycle)
@@ -125,7 +125,7 @@ def random_weights(seed: int = SEED) -> dict[str, Floats]:
     embedding = source.normal(0, 1, (TEXT["vocab_size"], HIDDEN)).astype(np.float32)
     head = np.empty_like(embedding)
     # The mixer halves the normed streams.
-    head[following(seed)] = embedding * 2 * TOP_LOGIT / HIDDEN
+    head[next_tokens(seed)] = embedding * 2 * TOP_LOGIT / HIDDEN
     weights["model.language_model.embed_tokens.weight"] = embedding
     weights["lm_head.weight"] = head
     weights["mtp.fc_embedding.weight"] = np.eye(HIDDEN, dtype=np.float32)

@@ -3,7 +3,7 @@ from collections.abc import Iterator
 from itertools import combinations, product, zip_longest
 from typing import Any, NamedTuple
 
-from proofs.engine.profile_cases import COMPILED, EAGER, SHAPES, TWINS, again
+from proofs.engine.profile_cases import COMPILED, EAGER, SHAPES, TWINS, reruns
 from proofs.judges.answers import Row, attempt, cache_hits, row
 
 Results = dict[str, Row]
@@ -34,30 +34,30 @@ def judge_conversations(results: Results) -> list[Row]:
 
 def _judge_against_twins(results: Results, name: str) -> Row:
     twin = TWINS[name]
-    pairs = list(product(again(name), again(twin)))
+    pairs = list(product(reruns(name), reruns(twin)))
     differences = _find_differences(results, pairs)
-    hits = [cache_hits(turn) for engine in again(name) for turn in results[engine]["turns"]]
+    hits = [cache_hits(turn) for engine in reruns(name) for turn in results[engine]["turns"]]
     good = (
         not differences["pairs_beyond_a_tie"]
         and differences["least_pairs_with_an_answer"]
         and min(hits) > 0
     )
     controls: dict[str, list[Pair]] = {
-        f"{name}, started again": list(combinations(again(name), 2)),
-        f"{twin}, started again": list(combinations(again(twin), 2)),
+        f"{name}, started again": list(combinations(reruns(name), 2)),
+        f"{twin}, started again": list(combinations(reruns(twin), 2)),
     }
     if twin == COMPILED:
         for engine in (COMPILED, name):
-            controls[f"{engine}, {EAGER}"] = list(product(again(engine), again(EAGER)))
+            controls[f"{engine}, {EAGER}"] = list(product(reruns(engine), reruns(EAGER)))
     else:
         controls |= {
-            f"{shape}, {EAGER}": list(product(again(shape), again(EAGER))) for shape in SHAPES
+            f"{shape}, {EAGER}": list(product(reruns(shape), reruns(EAGER))) for shape in SHAPES
         }
     return row(
         f"{name}: later turns hit the cache, and answers equal those of {twin} without it"
-        f" outside ties, {len(again(name))} runs against {len(again(twin))}",
+        f" outside ties, {len(reruns(name))} runs against {len(reruns(twin))}",
         bool(good),
-        [*again(name), *again(twin)],
+        [*reruns(name), *reruns(twin)],
         tie=TIE,
         tokens_found_in_a_turn=sorted(set(hits)),
         **differences,

@@ -59,9 +59,9 @@ def dequantize_slots(slots: Any, config: Any) -> tuple[Any, Any]:
         key = _rotated_key(slots[..., :key_bytes], config) @ _hadamard(size, slots.device)
     bits = config.effective_value_quant_bits
     data_bytes = size * bits // 8
-    value = _numbers(slots[..., key_bytes : key_bytes + data_bytes], bits, size).float()
-    scale = _half(slots, key_bytes + data_bytes)
-    smallest = _half(slots, key_bytes + data_bytes + 2)
+    value = _unpack(slots[..., key_bytes : key_bytes + data_bytes], bits, size).float()
+    scale = _read_half(slots, key_bytes + data_bytes)
+    smallest = _read_half(slots, key_bytes + data_bytes + 2)
     return key, value * scale + smallest
 
 
@@ -70,20 +70,20 @@ def _rotated_key(part: Any, config: Any) -> Any:
 
     size, bits = config.head_dim, config.key_mse_bits
     centroids = get_centroids(size, config.centroid_bits).to(part.device)
-    keys = centroids[_numbers(part[..., : size * bits // 8], bits, size).long()]
+    keys = centroids[_unpack(part[..., : size * bits // 8], bits, size).long()]
     if config.norm_correction:
         keys = keys / keys.norm(dim=-1, keepdim=True)
-    return keys * _half(part, size * bits // 8)
+    return keys * _read_half(part, size * bits // 8)
 
 
-def _numbers(data: Any, bits: int, count: int) -> Any:
+def _unpack(data: Any, bits: int, count: int) -> Any:
     shifts = torch.arange(8, device=data.device, dtype=torch.uint8)
     stream = (data.unsqueeze(-1) >> shifts) & 1
     groups = stream.flatten(-2)[..., : count * bits].unflatten(-1, (count, bits)).int()
     return (groups << torch.arange(bits, device=data.device)).sum(-1)
 
 
-def _half(slots: Any, place: int) -> Any:
+def _read_half(slots: Any, place: int) -> Any:
     return slots[..., place : place + 2].contiguous().view(torch.float16).float()
 
 

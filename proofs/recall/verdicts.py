@@ -113,7 +113,7 @@ def in_doubt(row: Row) -> bool:
 
 
 def moved_at_most(pairs: list[tuple[Row, Row]]) -> float:
-    """Return the largest change of a right token's log-probability before answers differ."""
+    """Return the largest change in a right token's log-probability before answers differ."""
     most = 0.0
     for first_answer, second_answer in pairs:
         steps = zip(
@@ -163,7 +163,7 @@ def judge_flashinfer(results: Results, reference: dict[str, Any]) -> list[Row]:
 
 
 def _runs_ahead(case: dict[str, Any]) -> bool:
-    """Such engines fail depending on the host's speed, so they are judged together."""
+    """Return whether an engine runs ahead: it fails depending on the host's speed."""
     options = case["options"]
     flashinfer = options.get("attention_config", {}).get("backend") == "FLASHINFER"
     waits = "speculative_config" in options or "environment" in case or case.get("damage")
@@ -171,7 +171,7 @@ def _runs_ahead(case: dict[str, Any]) -> bool:
 
 
 def _ahead_row(results: Results, base: list[Row]) -> Row:
-    """Claim behind a guard rail: some of these engines fail or lose answers."""
+    """Judge the claim of a guard rail that some of these engines fail or lose answers."""
     became: dict[str, str] = {}
     bad = 0
     for name, result in results.items():
@@ -241,7 +241,7 @@ def judge_turboquant(results: Results, reference: dict[str, Any]) -> list[Row]:
 
 
 def _stock_row(name: str, result_row: Row) -> Row:
-    """Claim of the stock backend: right answers without drafts, lost answers with drafts."""
+    """Judge that the stock backend answers correctly without drafts and loses answers with them."""
     if "mtp" not in name:
         return {"claim": f"{result_row['claim']}, by the engine's own backend"}
     claim = f"{name}: the stock backend loses answers with drafts, the plugin's does not"

@@ -92,7 +92,7 @@ def serve(run: Run, trees: Path, plans: Path, work: Path, devices: list[str]) ->
         "tree": run.tree,
         "release": release.name,
         "argv": [engine.argv for engine in engines],
-        "env": [_shown(engine) for engine in engines],
+        "env": [_changed_env(engine) for engine in engines],
         "changed": [engine.changed for engine in engines],
         "state": "died",
     }
@@ -118,11 +118,11 @@ def serve(run: Run, trees: Path, plans: Path, work: Path, devices: list[str]) ->
     return result
 
 
-def _shown(server: Server) -> dict[str, str]:
+def _changed_env(server: Server) -> dict[str, str]:
     return {key: value for key, value in sorted(server.env.items()) if os.environ.get(key) != value}
 
 
-def _kept(name: str, result: Row, rows: list[Row]) -> Row:
+def _drop_raw(name: str, result: Row, rows: list[Row]) -> Row:
     whole = name in result_files.failed_engines(rows)
     return {key: value for key, value in result.items() if whole or key not in RAW}
 
@@ -153,7 +153,7 @@ def prove(stage: str, trees: Path, plans: Path, work: Path, out: Path) -> list[R
         "seed": 0,
         "rows": rows,
         # Keep full answers of failed rows only.
-        "runs": {name: _kept(name, result, rows) for name, result in results.items()},
+        "runs": {name: _drop_raw(name, result, rows) for name, result in results.items()},
     }
     write_result(out / f"release-{stage}.json", document)
     return rows

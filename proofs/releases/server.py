@@ -120,7 +120,7 @@ def _server(
         replaced["INTERFACE"] = "lo"
     argv, changed = adapt_arguments(release, member, replaced)
     planned = {**release.engine.env, **(member.env if member else {})}
-    env = {key: _with(value, replaced) for key, value in planned.items()}
+    env = {key: _swap(value, replaced) for key, value in planned.items()}
     added = dict(MACHINE)
     if member:
         added |= {**PAIR, "NCCL_HOSTID": f"host-{rank}"}
@@ -135,7 +135,7 @@ def adapt_arguments(
     release: Release, member: Member | None, replaced: dict[str, str]
 ) -> tuple[list[str], list[str]]:
     argv = [
-        _with(word, replaced) for word in (*release.engine.argv, *(member.argv if member else ()))
+        _swap(word, replaced) for word in (*release.engine.argv, *(member.argv if member else ()))
     ]
     index = argv.index("--gpu-memory-utilization") + 1
     changed = [f"--gpu-memory-utilization: {argv[index]} -> 0.1"]
@@ -152,7 +152,7 @@ def adapt_arguments(
     return argv, changed
 
 
-def _with(text: str, replaced: dict[str, str]) -> str:
+def _swap(text: str, replaced: dict[str, str]) -> str:
     for old, new in replaced.items():
         if text == old or (old == "/cache" and text.startswith("/cache/")):
             return text.replace(old, new, 1)

@@ -1,7 +1,7 @@
-"""Damaged copies of checkpoints whose names, types and shapes stay right.
+"""Damaged copies of checkpoints with correct names, types and shapes.
 
-``make_visible``: numbers and counts that the engine must refuse. ``make_plausible``: numbers that
-no distribution gives away, for the questions of the start check.
+``make_visible`` damages numbers and counts, so the engine must reject them. ``make_plausible``
+makes damage that no distribution reveals, for the questions of the start check.
 """
 
 from collections.abc import Callable, Iterable, Iterator
