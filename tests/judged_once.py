@@ -36,13 +36,13 @@ def remember(patch: pytest.MonkeyPatch) -> None:
             valid.add(key)
         return problems
 
-    def mapping_of(path: Path, *, shown: str) -> Any:
+    def mapping_of(path: Path, *, label: str) -> Any:
         try:
-            key = (path.read_bytes(), shown)
+            key = (path.read_bytes(), label)
         except OSError:
-            return mapping(path, shown=shown)
+            return mapping(path, label=label)
         if key not in mappings:
-            mappings[key] = pickle.dumps(mapping(path, shown=shown))
+            mappings[key] = pickle.dumps(mapping(path, label=label))
         return pickle.loads(mappings[key])
 
     for module in (catalog, settings):

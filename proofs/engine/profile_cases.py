@@ -17,7 +17,7 @@ LONG_OPTIONS = {
     "kv_cache_memory_bytes": 1 << 31,
 }
 TURBOQUANT = {"kv_cache_dtype": "turboquant_k8v4", "attention_config": {}}
-HEAD_TIMES = {
+HEAD_TIMINGS_PATH = {
     "steered-95": "/tmp/spark-lm-head-times.json",  # of a machine for proofs
     "true-35b": "/tmp/spark-lm-head-times-true-35b.json",
 }
@@ -102,7 +102,7 @@ def head_cases() -> list[dict[str, Any]]:
     alone = {"spark": {"lm_head": "int8-triton"}}
     cases = [case("steered-95-head-unmeasured-mtp2", "steered-95-bf16", additional=alone, **more)]
     for name, tree in (("steered-95", "steered-95-bf16"), ("true-35b", "true-35b")):
-        head = {"spark": {"lm_head": "int8-triton", "lm_head_times": HEAD_TIMES[name]}}
+        head = {"spark": {"lm_head": "int8-triton", "lm_head_times": HEAD_TIMINGS_PATH[name]}}
         cases += [
             case(f"{name}-head-measured-mtp2", tree, additional=head, **more),
             case(f"{name}-head-read-mtp2", tree, additional=head, later=True, **more),

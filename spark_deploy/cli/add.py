@@ -226,7 +226,7 @@ def _read_file(source: str) -> dict[str, Any] | None:
     path = Path(source)
     if not path.is_file():
         return None
-    data, problems = read_mapping(path, shown=path.name, is_foreign=True)
+    data, problems = read_mapping(path, label=path.name, is_foreign=True)
     if problems:
         raise CatalogError(problems)
     return data
@@ -318,7 +318,7 @@ def _about_lines(
     yield f"license: {card.license or 'unknown'}" + (", gated" if card.is_gated else "")
     yield (
         f"architecture: {anatomy.architecture or 'unknown'}, weights "
-        f"{anatomy.quantisation or 'not quantized'}; {total / 1e9:.1f} GB of files, "
+        f"{anatomy.quantization or 'not quantized'}; {total / 1e9:.1f} GB of files, "
         f"{anatomy.weights_bytes / 1e9:.1f} GB of weights always loaded, "
         f"{anatomy.vision_bytes / 1e9:.1f} GB for vision or audio, "
         f"{anatomy.drafter_bytes / 1e9:.1f} GB for a built-in drafter"

@@ -152,7 +152,7 @@ def _memory_summary(plan: HostPlan, profile: Profile) -> str:
         capacity = f"room for {memory.full_context_users:.1f} requests of {context}"
     return (
         f"engine {gib(memory.engine_bytes)}, KV cache {gib(memory.kv_cache_bytes)} ({capacity}; "
-        f"{profile.limits.max_sequences} concurrent), free {gib(memory.left_bytes)}"
+        f"{profile.limits.max_sequences} concurrent), free {gib(memory.free_bytes)}"
     )
 
 
@@ -262,12 +262,12 @@ def _memory_lines(plan: HostPlan, profile: Profile) -> Iterator[str]:
         "memory",
         f"{gib(memory.total_bytes)} = weights {gib(memory.weights_bytes)}{vision} + drafter "
         f"{gib(memory.drafter_bytes)} + runtime {gib(memory.graphs_bytes)} + KV cache "
-        f"{gib(memory.kv_cache_bytes)} + free {gib(memory.left_bytes)}",
+        f"{gib(memory.kv_cache_bytes)} + free {gib(memory.free_bytes)}",
     )
     yield row(
         "",
         f"free: {gib(memory.reserve_bytes)} for system and programs (memory.reserve_gib), "
-        f"{gib(memory.left_bytes - memory.reserve_bytes)} for start peaks and file cache; below "
+        f"{gib(memory.free_bytes - memory.reserve_bytes)} for start peaks and file cache; below "
         f"{gib(memory.floor_bytes)} the watchdog stops the engine",
     )
     if profile.ngram_table == "file":
@@ -277,8 +277,8 @@ def _memory_lines(plan: HostPlan, profile: Profile) -> Iterator[str]:
         yield row("", f"weights include the n-gram table ({profile.ngram_table})")
     for text in memory.unknown:
         yield row("", f"UNKNOWN: {text}; the engine reports the value at its first start")
-    if memory.counted_by:
-        yield row("", f"KV cache size per token measured by {memory.counted_by}")
+    if memory.measured_by:
+        yield row("", f"KV cache size per token measured by {memory.measured_by}")
     context = plan.release.check.max_model_len
     if memory.kv_tokens is None:
         return

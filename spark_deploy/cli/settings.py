@@ -287,7 +287,7 @@ def _changed_values(options: Options, key: str, defaults: Mapping[str, Any]) -> 
         return
     for file in sorted(root.glob("*_vars/*.yml")):
         shown = file.relative_to(root).as_posix()
-        data, _ = read_mapping(file, shown=shown)
+        data, _ = read_mapping(file, label=shown)
         for name, value in _leaves(data):
             if key in name and value != defaults.get(name, ...):
                 yield f"# yours: {name}: {_to_yaml(value)} ({shown})"

@@ -143,7 +143,7 @@ def lock_donor_tensors(hosts: Sequence[Target]) -> None:
     for host in hosts:
         lock = read_lock(host.loaded.lock_path)
         if host.settings.locked != "required" and any(
-            lock.has_verified(names) and lock.donor_sha256(names) is None
+            lock.has_result_for(names) and lock.donor_sha256(names) is None
             for names, _ in _donor_builds(host)
         ):
             hosts_by_lock.setdefault(host.loaded.lock_path, []).append(host)
@@ -169,7 +169,7 @@ def _with_donor_hashes(lock: Lock, host: Target, status: HostStatus) -> Lock:
     for names, build in _donor_builds(host):
         state = states.get(built_title(build))
         sha256, locked = state.donor_sha256 if state else None, lock.donor_sha256(names)
-        if sha256 is None or not lock.has_verified(names):
+        if sha256 is None or not lock.has_result_for(names):
             continue
         if locked not in (None, sha256):
             raise LockError.one(

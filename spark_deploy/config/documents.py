@@ -100,7 +100,7 @@ _adapter: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)
 
 
 def convert(cls: type[_T], data: Any, context: Any = None) -> _T:
-    """Build a document from plain data; pydantic.ValidationError has all broken rules."""
+    """Build a document from plain data; raise ValidationError with all broken rules."""
     return cast(_T, _adapter(cls).validate_python(data, context=context))
 
 

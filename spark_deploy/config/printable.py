@@ -27,7 +27,7 @@ def one_line(text: object) -> str:
 
 
 def without_errno(reason: str) -> str:
-    """Return an error text without Python's ``[Errno N]``."""
+    """Return an error message without Python's ``[Errno N]``."""
     return re.sub(r"\[Errno \S+\] ", "", reason)
 
 

@@ -73,13 +73,13 @@ _Validator = jsonschema.validators.extend(  # type: ignore[no-untyped-call]
 )
 
 
-def closest(word: str, known: Iterable[str]) -> str | None:
-    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)), None)
+def closest(name: str, candidates: Iterable[str]) -> str | None:
+    return next(iter(difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.6)), None)
 
 
-def suggest(word: str, known: Iterable[str], fallback: str) -> str:
-    """Return a fix with the most similar known name, or ``fallback`` if none is similar."""
-    guess = closest(word, known)
+def suggest(name: str, candidates: Iterable[str], fallback: str) -> str:
+    """Return a fix with the most similar candidate, or ``fallback`` if none is similar."""
+    guess = closest(name, candidates)
     return f"did you mean {guess}?" if guess else fallback
 
 
@@ -140,7 +140,7 @@ def _fix(error: jsonschema.ValidationError) -> str:
         "exclusiveMinimum": f"use more than {limit}",
         "maximum": f"use {limit} or less",
         "uniqueItems": "list each value once",
-        "minLength": "write a text, or remove the key",
+        "minLength": "write at least one character, or remove the key",
         "minItems": "list at least one value",
         "maxProperties": "keep a single key",
         "minProperties": "set one key",
@@ -184,8 +184,8 @@ def unusable_values(data: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, st
     elif isinstance(data, dict):
         for key, value in data.items():
             if not isinstance(key, str):
-                shown = repr(key)[:60]
-                yield path, f"{shown} is not text", f'write it in quotes: "{shown}"'
+                label = repr(key)[:60]
+                yield path, f"{label} is not text", f'write it in quotes: "{label}"'
             else:
                 yield from unusable_values(key, path or (key,))
                 yield from unusable_values(value, (*path, key))
@@ -207,9 +207,9 @@ def _scalar_problems(scalar: Any) -> Iterator[tuple[str, str]]:
         if _SURROGATE.search(scalar):
             yield "contains an invalid character", "remove it, or type the text again"
     elif scalar is not None:
-        shown = str(scalar)[:60]
-        message = f"{shown} is a {type(scalar).__name__}, not text or a number"
-        yield message, f'write text in quotes: "{shown}"'
+        label = str(scalar)[:60]
+        message = f"{label} is a {type(scalar).__name__}, not text or a number"
+        yield message, f'write text in quotes: "{label}"'
 
 
 def _has_too_many_values(data: Any) -> bool:

@@ -82,48 +82,48 @@ def _load(path: Path, loader: Any) -> Any:
 
 
 def read_mapping(
-    path: Path, *, shown: str, is_foreign: bool = False
+    path: Path, *, label: str, is_foreign: bool = False
 ) -> tuple[dict[str, Any], list[Problem]]:
     """Return the mapping in a YAML file, empty if missing, and the file's problems.
 
-    ``shown`` is the file's name in messages; a foreign document may contain dates, which stay text.
+    ``label`` is the file's name in messages. Dates in a foreign document stay text.
     """
     try:
         data = _load(path, _DatesAreText if is_foreign else _NoDuplicates)
     except OSError as error:
-        return {}, [Problem(shown, f"cannot be read: {error.strerror}", "check the file")]
+        return {}, [Problem(label, f"cannot be read: {error.strerror}", "check the file")]
     except UnicodeDecodeError:
-        return {}, [Problem(shown, "is not UTF-8 text", "save it as UTF-8")]
+        return {}, [Problem(label, "is not UTF-8 text", "save it as UTF-8")]
     except yaml.YAMLError as error:
-        return {}, [_yaml_problem(error, path, shown)]
+        return {}, [_yaml_problem(error, path, label)]
     except _TooLargeError as error:
-        return {}, [Problem(shown, str(error), "use a smaller file, or check its path")]
+        return {}, [Problem(label, str(error), "use a smaller file, or check its path")]
     except RecursionError:
-        return {}, [Problem(shown, "nests too deeply", "write fewer levels")]
+        return {}, [Problem(label, "nests too deeply", "write fewer levels")]
     except (ValueError, OverflowError, AttributeError, KeyError) as error:
         # PyYAML cannot convert some values: a 13th month, a number of a megabyte, `!!bool maybe`.
-        return {}, [Problem(shown, f"has an invalid value: {error}", "put it in quotes")]
+        return {}, [Problem(label, f"has an invalid value: {error}", "put it in quotes")]
     if data is None:
         return {}, []
     if not isinstance(data, dict):
         message = f"is a {type(data).__name__}, not keys and values"
-        return {}, [Problem(shown, message, "write `key: value` on each line")]
+        return {}, [Problem(label, message, "write `key: value` on each line")]
     problems = [
-        Problem(f"{shown}: {dotted(path)}", message, fix)
+        Problem(f"{label}: {dotted(path)}", message, fix)
         for path, message, fix in unusable_values(data)
     ]
     return ({} if problems else data), problems
 
 
-def _yaml_problem(error: yaml.YAMLError, path: Path, shown: str) -> Problem:
+def _yaml_problem(error: yaml.YAMLError, path: Path, label: str) -> Problem:
     mark = getattr(error, "problem_mark", None)
-    where = f"{shown} line {mark.line + 1}" if mark else shown
+    where = f"{label} line {mark.line + 1}" if mark else label
     message = str(getattr(error, "problem", None) or "is not YAML")
     if mark and "cannot start any token" in message:
         line = path.read_text(encoding="utf-8").split("\n")[mark.line]
         if line[mark.column : mark.column + 1] == "\t":
             return Problem(where, "has a tab where YAML accepts only spaces", "write spaces")
-    return Problem(where, message, "correct the YAML of that line or the one above")
+    return Problem(where, message, "correct the YAML in that line or the line above")
 
 
 def load_schema(name: str, *, checkout: Path = CHECKOUT) -> dict[str, Any]:

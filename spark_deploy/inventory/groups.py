@@ -88,7 +88,7 @@ class HostList:
 
 def read_hosts(path: Path) -> HostList:
     """Read ``hosts.yml``. Raises SettingsError with every mistake."""
-    data, problems = read_mapping(path, shown=path.name)
+    data, problems = read_mapping(path, label=path.name)
     problems = problems or list(schema_problems(data, load_schema("hosts"), lambda _: path.name))
     if problems:
         raise SettingsError(problems)

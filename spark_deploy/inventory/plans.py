@@ -102,7 +102,7 @@ def unverified_builds(
         plan = checkpoint_plan(*model_and_profile(served, catalog), served, lock)
         if plan is not None and isinstance(plan.base, SourcePlan):
             names = names_to_verify(plan.build, plan.base.locked, plan.donor)
-            if not lock.has_verified(names):
+            if not lock.has_result_for(names):
                 yield names, plan.build
 
 

@@ -20,7 +20,7 @@ _HEAD = """\
 def read_lock(path: Path) -> Lock:
     if not path.exists():
         return Lock.from_entries()
-    data, problems = read_mapping(path, shown=path.name)
+    data, problems = read_mapping(path, label=path.name)
     problems = problems or list(schema_problems(data, load_schema("lock"), lambda key: path.name))
     if problems:
         raise LockError(problems)

@@ -45,7 +45,7 @@ class HeadersUnavailableError(LockError):
 
 
 def check_sources(names: VerifiedNames, build: BuildPlan, hub: HubSettings) -> VerifiedNames:
-    """Check a build's sources by their headers; return ``names`` with tensor counts.
+    """Check the headers of a build's sources; return ``names`` with tensor counts.
 
     Raises LockError if a host would reject these sources.
     """
@@ -65,15 +65,15 @@ class Builder:
     endpoint: str
     token_file: str | None
 
-    def run(self, *words: str) -> str:
-        """Return the output of a command; the last word must be the repository."""
+    def run(self, *arguments: str) -> str:
+        """Return the output of a command; the last argument must be the repository."""
         options = [builder_api.ENDPOINT, self.endpoint]
         if self.token_file:  # never in argv
             options += [builder_api.TOKEN_FILE, self.token_file]
         packages = (str(CHECKOUT / "files" / name) for name in ("contract", "checkpoint"))
-        # In an empty directory, because Python imports files of the current one.
+        # Run in an empty directory, because Python imports modules from the current one.
         result = subprocess.run(
-            [sys.executable, "-m", builder_api.BUILDER, *words, *options],
+            [sys.executable, "-m", builder_api.BUILDER, *arguments, *options],
             cwd=self.folder, env={**os.environ, "PYTHONPATH": os.pathsep.join(packages)},
             stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False,
         )  # fmt: skip
@@ -84,15 +84,15 @@ class Builder:
         problem = parse_problem(last_line)
         if problem is None:
             what = f"the header reader exited with {code}: {last_line[:200]!r}"
-            raise LockError.one(words[-1], what, "check the free memory of this machine")
+            raise LockError.one(arguments[-1], what, "check the free memory of this machine")
         raise (HeadersUnavailableError if code == _UNAVAILABLE else LockError)([problem])
 
-    def read(self, kind: type[_Document], *words: str) -> _Document:
+    def read(self, kind: type[_Document], *arguments: str) -> _Document:
         try:
-            return documents.parse(kind, self.run(*words))
+            return documents.parse(kind, self.run(*arguments))
         except DocumentError as error:
             what = f"the header reader's output is malformed: {error}"
-            raise LockError.one(words[-1], what, "restore the checkout (git status)") from error
+            raise LockError.one(arguments[-1], what, "restore the checkout (git status)") from error
 
 
 @contextmanager
@@ -124,10 +124,10 @@ def describe_repository(
     version: str, hub: HubSettings, *, leave_out: tuple[str, ...] = (), all_documents: bool = False
 ) -> RepositoryDescription:
     """Return headers and documents of a repository's ``version``, as ORG/NAME@REVISION."""
-    words = [f"{LEAVE_OUT}={pattern}" for pattern in leave_out]
-    words += [ALL_DOCUMENTS] if all_documents else []
+    arguments = [f"{LEAVE_OUT}={pattern}" for pattern in leave_out]
+    arguments += [ALL_DOCUMENTS] if all_documents else []
     with temporary_builder(hub) as builder:
-        return builder.read(RepositoryDescription, DESCRIBE, *words, version)
+        return builder.read(RepositoryDescription, DESCRIBE, *arguments, version)
 
 
 def make_anatomy(repository: str, description: RepositoryDescription) -> Anatomy:
@@ -136,7 +136,7 @@ def make_anatomy(repository: str, description: RepositoryDescription) -> Anatomy
     config = ModelConfig(where, description.documents.get(CONFIG, {}))
     sizes = {part: sum(by_dtype.values()) for part, by_dtype in description.parts.items()}
     if sum(sizes.values()) > _MAX_BYTES:
-        what = f"its headers add up to {sum(sizes.values())} bytes"
+        what = f"the tensors in its headers add up to {sum(sizes.values())} bytes"
         raise LockError.one(where, what, "choose another commit of the repository")
     cache: tuple[CacheLayers, ...] = ()
     cache_unknown = ""
@@ -149,15 +149,15 @@ def make_anatomy(repository: str, description: RepositoryDescription) -> Anatomy
         commit=description.commit,
         architecture=_architecture(config),
         model_type=config.text("model_type"),
-        quantisation=describe_quantization(config),
+        quantization=describe_quantization(config),
         weights=description.parts.get("text", {}),
         repeats_names=description.repeats_names,
         vision_bytes=sizes.get("vision", 0),
         drafter_bytes=sizes.get("drafter", 0),
-        context_tokens=config.count("max_position_embeddings", "n_positions", "max_seq_len")
+        context_tokens=config.first_count("max_position_embeddings", "n_positions", "max_seq_len")
         or None,
-        width=config.count("hidden_size", "n_embd", "d_model") or None,
-        expert_width=config.count("moe_intermediate_size") or None,
+        width=config.first_count("hidden_size", "n_embd", "d_model") or None,
+        expert_width=config.first_count("moe_intermediate_size") or None,
         cache=cache,
         cache_unknown=cache_unknown,
     )
@@ -177,11 +177,11 @@ def describe_quantization(config: ModelConfig) -> str:
     if not isinstance(section, dict):
         return ""
     fields = ModelConfig(config.where, section)
-    words = [fields.text(key) for key in ("quant_method", "quant_algo", "format", "fmt")]
+    parts = [fields.text(key) for key in ("quant_method", "quant_algo", "format", "fmt")]
     bits = section.get("bits")
     if type(bits) is int and 0 < bits < 64:
-        words.append(f"{bits} bit")
-    return ", ".join(dict.fromkeys(word for word in words if word))
+        parts.append(f"{bits} bit")
+    return ", ".join(dict.fromkeys(part for part in parts if part))
 
 
 _TOKEN = re.compile(r"[!-~]{1,512}")
@@ -192,7 +192,7 @@ def read_hub_token(hub: HubSettings) -> str | None:
         return _read_login(hub.endpoint)
     token = read_secret(hub.token, setting="hub.token")
     if not _TOKEN.fullmatch(token):
-        what = f"the value of {hub.token.kind} {hub.token.value[0]} is not a token"
+        what = f"{hub.token.kind} {hub.token.value[0]} does not contain a valid token"
         raise SettingsError.one(
             "hub.token", what, "store only the token, on a single line without spaces"
         )

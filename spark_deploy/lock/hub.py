@@ -21,7 +21,7 @@ from spark_contract.units import COMMIT
 
 from spark_deploy.config.errors import LockError
 from spark_deploy.config.printable import one_line, without_errno
-from spark_deploy.lock.registry import LIMIT_S, run_with_timeout
+from spark_deploy.lock.registry import LOOKUP_TIMEOUT_S, run_with_timeout
 from spark_deploy.lock.types import LockedSource, SourceFile, split_files
 
 _TIMEOUT_S = 30
@@ -40,11 +40,11 @@ class _LimitedBody(httpx2.SyncByteStream):
 
     def __iter__(self) -> Iterator[bytes]:
         received, started = 0, time.monotonic()
-        for part in self._body:
-            received += len(part)
+        for chunk in self._body:
+            received += len(chunk)
             if received > _MAX_BODY_BYTES or time.monotonic() - started > _MAX_BODY_S:
                 raise httpx2.ReadError(f"the response is too long ({received} bytes)")
-            yield part
+            yield chunk
 
     def close(self) -> None:
         self._body.close()
@@ -56,7 +56,7 @@ def _limit_body(response: httpx2.Response) -> None:
 
 
 def _prepare_client() -> None:
-    """Make the hub client limit responses, reject redirects to http and refuse compression."""
+    """Make the hub client limit responses, reject redirects to http and disable compression."""
     client = get_session()
     client.headers["Accept-Encoding"] = "identity"
     hooks = client.event_hooks
@@ -81,7 +81,7 @@ def look_up_repo(endpoint: str, repo: str, revision: str, token: str | None) -> 
     except (HfHubHTTPError, httpx2.HTTPError, OSError) as error:
         reason = f"{type(error).__name__}: {without_errno(one_line(error))}"
         what = f"the hub cannot be reached: {reason}"
-        fix = "check hub.endpoint and the network of this machine, then run it again"
+        fix = "check hub.endpoint and the network of this machine, then run the command again"
         raise LockError.one(where, what, fix) from error
     except _MALFORMED as error:
         raise _not_a_hub_error(where, f"{type(error).__name__}: {error}") from error
@@ -115,7 +115,7 @@ def _model_info(
     api = HfApi(endpoint=endpoint, token=token or False)
     try:
         return run_with_timeout(
-            LIMIT_S,
+            LOOKUP_TIMEOUT_S,
             lambda: api.model_info(
                 repo, revision=revision, files_metadata=files_metadata, timeout=_TIMEOUT_S
             ),
@@ -147,7 +147,7 @@ def _make_source(where: str, repo: str, revision: str, info: ModelInfo) -> Locke
             continue
         sha256 = sibling.lfs.sha256 if sibling.lfs else None
         if sibling.size is None or (sha256 is None and sibling.blob_id is None):
-            what = f"lists neither size nor hash of {one_line(sibling.rfilename)}"
+            what = f"lists neither size nor hash for {one_line(sibling.rfilename)}"
             raise LockError.one(where, what, "set hub.endpoint to another hub")
         files.append(_make_file(where, sibling.rfilename, sibling.size, sha256, sibling.blob_id))
     if not info.sha or not files:

@@ -36,7 +36,8 @@ class ModelConfig:
     def top_level(self, name: str) -> Any:
         return self._levels[-1].get(name)
 
-    def count(self, *names: str) -> int | None:
+    def first_count(self, *names: str) -> int | None:
+        """Return the first of these values that is set."""
         for name in names:
             value = self.get(name)
             if value is None:
@@ -49,7 +50,7 @@ class ModelConfig:
 
     def require(self, *names: str) -> int:
         """Return a count above zero, or raise UnknownCacheSizeError."""
-        value = self.count(*names)
+        value = self.first_count(*names)
         if not value:
             raise UnknownCacheSizeError(f"config.json lacks {names[0]}")
         return value
@@ -111,15 +112,15 @@ def _list_layer_types(config: ModelConfig, model_type: str) -> list[str]:
         return ["latent"] * layers
     if layer_types := config.strings("layer_types"):
         return _check_layer_types(layer_types, layers)
-    if config.count("full_attention_interval") and config.get("linear_num_key_heads"):
+    if config.first_count("full_attention_interval") and config.get("linear_num_key_heads"):
         full = layers // config.require("full_attention_interval")
         return ["full_attention"] * full + ["linear_attention"] * (layers - full)
     if pattern := config.text("hybrid_override_pattern"):
         return _parse_pattern(pattern, layers)
     if model_type not in _ALL_FULL:
         model = model_type or "a model without model_type"
-        raise UnknownCacheSizeError(f"layers of {model} are unknown")
-    if config.count("sliding_window") is None or config.get("use_sliding_window") is False:
+        raise UnknownCacheSizeError(f"the layer types of {model} are unknown")
+    if config.first_count("sliding_window") is None or config.get("use_sliding_window") is False:
         return ["full_attention"] * layers
     return ["sliding_attention"] * layers
 
@@ -131,12 +132,12 @@ def _check_layer_types(layer_types: tuple[str, ...], layers: int) -> list[str]:
         )
     for name in layer_types:
         if name not in _CACHES:
-            raise UnknownCacheSizeError(f"layers of type {name[:40]!r} are unknown")
+            raise UnknownCacheSizeError(f"unknown layer type {name[:40]!r}")
     return list(layer_types)
 
 
 def _parse_pattern(pattern: str, layers: int) -> list[str]:
-    """Parse a pattern of Nemotron-H: M is Mamba-2, * is attention, - and E have no cache."""
+    """Parse a Nemotron-H pattern: M is Mamba-2, * is attention, - and E have no cache."""
     if len(pattern) != layers or set(pattern) - set("M*-E"):
         raise UnknownCacheSizeError("hybrid_override_pattern has an unknown format")
     return [{"M": "mamba", "*": "full_attention"}[char] for char in pattern if char in "M*"]
@@ -144,8 +145,8 @@ def _parse_pattern(pattern: str, layers: int) -> list[str]:
 
 def _kv_bytes_per_token(config: ModelConfig) -> int:
     heads = config.require("num_attention_heads", "n_head")
-    head_dim = config.count("head_dim") or config.require("hidden_size", "n_embd") // heads
-    kv_heads = config.count("num_key_value_heads") or heads
+    head_dim = config.first_count("head_dim") or config.require("hidden_size", "n_embd") // heads
+    kv_heads = config.first_count("num_key_value_heads") or heads
     return 2 * kv_heads * head_dim * _SIXTEEN_BIT_BYTES  # keys and values
 
 

@@ -19,13 +19,13 @@ from spark_deploy.config.printable import one_line, without_errno
 from spark_deploy.lock.types import LockedImage
 
 # A look-up reads a few megabytes at most.
-LIMIT_S = 300.0
+LOOKUP_TIMEOUT_S = 300.0
 
 T = TypeVar("T")
 
 
-def run_with_timeout(limit_s: float, function: Callable[[], T]) -> T:
-    """Return the result of a function; after ``limit_s`` abandon it and raise TimeoutError."""
+def run_with_timeout(timeout_s: float, function: Callable[[], T]) -> T:
+    """Return a function's result; after ``timeout_s`` abandon it and raise TimeoutError."""
     results: Queue[tuple[T | None, BaseException | None]] = Queue()
 
     def run() -> None:
@@ -36,9 +36,9 @@ def run_with_timeout(limit_s: float, function: Callable[[], T]) -> T:
 
     threading.Thread(target=run, daemon=True).start()
     try:
-        result, error = results.get(timeout=limit_s)
+        result, error = results.get(timeout=timeout_s)
     except Empty:
-        raise TimeoutError(f"no complete response within {limit_s:.0f} s") from None
+        raise TimeoutError(f"no complete response within {timeout_s:.0f} s") from None
     if error is not None:
         raise error
     return result  # type: ignore[return-value]
@@ -69,7 +69,7 @@ class ImageNotFoundError(LockError):
 
 
 def look_up_image(
-    text: str, *, arch: str, insecure: Sequence[str] = (), engine: bool = False
+    reference: str, *, arch: str, insecure: Sequence[str] = (), engine: bool = False
 ) -> LockedImage:
     """Return digest and compressed size of an image for ``arch`` (as in ``uname -m``).
 
@@ -77,21 +77,21 @@ def look_up_image(
     start vLLM.
     """
     try:
-        return run_with_timeout(LIMIT_S, lambda: _query(text, arch, insecure, engine))
+        return run_with_timeout(LOOKUP_TIMEOUT_S, lambda: _query(reference, arch, insecure, engine))
     except TimeoutError as error:
-        fix = "check the registry and the network, then run it again"
-        raise LockError.one(f"image {text}", str(error), fix) from error
+        fix = "check the registry and the network, then run the command again"
+        raise LockError.one(f"image {reference}", str(error), fix) from error
     except _MALFORMED as error:
         reason = one_line(f"{type(error).__name__}: {error}")
         what = f"the server does not respond like a registry ({reason})"
         fix = "correct the image's address, or check for a proxy"
-        raise LockError.one(f"image {text}", what, fix) from error
+        raise LockError.one(f"image {reference}", what, fix) from error
 
 
-def _query(text: str, arch: str, insecure: Sequence[str], engine: bool) -> LockedImage:
-    reference = parse_reference(text)
-    client = _Client(reference.base_url(plain=reference.host in insecure), f"image {text}")
-    manifest, digest = client.manifest(reference.version)
+def _query(reference: str, arch: str, insecure: Sequence[str], engine: bool) -> LockedImage:
+    parsed = parse_reference(reference)
+    client = _Client(parsed.base_url(plain=parsed.host in insecure), f"image {reference}")
+    manifest, digest = client.manifest(parsed.version)
     if "manifests" in manifest:
         platform = {"os": "linux", "architecture": ARCHITECTURES.get(arch, arch)}
         digests = [
@@ -101,21 +101,23 @@ def _query(text: str, arch: str, insecure: Sequence[str], engine: bool) -> Locke
         ]
         if not digests:
             what = f"has no linux/{platform['architecture']} image"
-            raise LockError.one(f"image {text}", what, "choose a tag built for this architecture")
+            raise LockError.one(
+                f"image {reference}", what, "choose a tag built for this architecture"
+            )
         manifest, _ = client.manifest(digests[0])
     if engine:
-        _check_entrypoint(client.configuration(manifest), text)
+        _check_entrypoint(client.configuration(manifest), reference)
     size = sum(int(layer["size"]) for layer in manifest.get("layers", ()))
-    return LockedImage(text, digest, size)
+    return LockedImage(reference, digest, size)
 
 
-def _check_entrypoint(configuration: Mapping[str, Any], text: str) -> None:
+def _check_entrypoint(configuration: Mapping[str, Any], reference: str) -> None:
     entrypoint = " ".join(configuration["config"].get("Entrypoint") or ())
     if "vllm" not in entrypoint:
         actual = f"starts {entrypoint!r}" if entrypoint else "has no entrypoint"
         what = f"is not an engine: it {actual}, expected vLLM's server"
         fix = "use an image with the entrypoint `vllm serve`, such as vllm/vllm-openai"
-        raise LockError.one(f"image {text}", what, fix)
+        raise LockError.one(f"image {reference}", what, fix)
 
 
 class _Client:
@@ -144,7 +146,9 @@ class _Client:
         for expected in expected_digests:
             if digest != expected:
                 what = f"the registry's response does not match digest {one_line(expected)}"
-                raise LockError.one(self._where, what, "try again; check for a proxy")
+                raise LockError.one(
+                    self._where, what, "run the command again; if that fails, check for a proxy"
+                )
         document: dict[str, Any] = json.loads(body)
         return document
 
@@ -188,7 +192,7 @@ class _Client:
             fix = "correct the tag in images"
             return ImageNotFoundError.one(self._where, "no such image or tag", fix)
         what = f"the registry returned {error.code} {one_line(error.reason)}"
-        return LockError.one(self._where, what, "try again later")
+        return LockError.one(self._where, what, "run the command again later")
 
 
 def _read_body(response: HTTPResponse) -> bytes:

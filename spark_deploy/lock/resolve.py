@@ -133,7 +133,9 @@ def _lock_source(name: tuple[str, str], settings: Settings, print_line: PrintLin
     )
     if source.left_out:
         path, reason = next(iter(source.left_out.items()))
-        print_line(f"  {repo}: {len(source.left_out)} files are not downloaded, {path}: {reason}")
+        print_line(
+            f"  {repo}: {len(source.left_out)} files are not downloaded, such as {path}: {reason}"
+        )
     return source
 
 

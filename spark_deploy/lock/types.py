@@ -27,7 +27,7 @@ _ONE_HASH: JsonDict = {"oneOf": [{"required": ["sha256"]}, {"required": ["git_sh
 
 @dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid", json_schema_extra=_ONE_HASH))
 class SourceFile:
-    """A file of a repository; the hub has a sha256 of large files, and a git_sha1 of small ones."""
+    """A file in a repository; the hub lists sha256 for large files and git_sha1 for small ones."""
 
     path: str = Field(json_schema_extra={"pattern": r"^(?!/)(?!.*(^|/)\.\.(/|$)).+$"})
     """Path in the repository."""
@@ -84,7 +84,7 @@ class VerifiedNames:
     """Tensor counts of sources whose headers match the catalog."""
 
     build: FromKey
-    question: _Sha256
+    fingerprint: _Sha256
     """Digest of the commits and tensor sets that were compared."""
     base: _AtCommit
     """Repository and commit of the base."""
@@ -119,7 +119,7 @@ class Lock:
     images: Annotated[dict[str, LockedImage], key_as_field("reference")]
     """Container images by reference."""
     names: Annotated[dict[str, VerifiedNames], key_as_field("build")] = Field(default_factory=dict)
-    """Verified tensor names of each build."""
+    """Verified tensor names per build."""
     anatomies: Annotated[dict[str, Anatomy], key_as_field("repository")] = Field(
         default_factory=dict, json_schema_extra={"propertyNames": HUB_REPOSITORY}
     )
@@ -165,14 +165,14 @@ class Lock:
             [*self.anatomies.values(), *anatomies],
         )
 
-    def has_verified(self, names: VerifiedNames) -> bool:
-        """Return whether the lock has the result of the same check."""
+    def has_result_for(self, names: VerifiedNames) -> bool:
+        """Return whether the lock already holds the result of this check."""
         verified = self.names.get(names.build)
-        return verified is not None and verified.question == names.question
+        return verified is not None and verified.fingerprint == names.fingerprint
 
     def donor_sha256(self, names: VerifiedNames) -> str | None:
         """Return the locked hash of the donor tensors that a build reads, if any."""
-        return self.names[names.build].donor_sha256 if self.has_verified(names) else None
+        return self.names[names.build].donor_sha256 if self.has_result_for(names) else None
 
     def source(self, repo: str, revision: str) -> LockedSource | None:
         source = self.sources.get(repo)
@@ -186,12 +186,12 @@ _UNRELATED_FIELDS = ("digest", "recipe_version", "base", "donor", "layout", "out
 def names_to_verify(
     build: BuildPlan, base: LockedSource, donor: LockedSource | None
 ) -> VerifiedNames:
-    """Return what to verify for a build, without the counts."""
+    """Return the names to verify for a build, without the counts."""
     fields = {key: value for key, value in to_plain(build).items() if key not in _UNRELATED_FIELDS}
     versions = [f"{source.repo}@{source.commit}" for source in (base, donor) if source is not None]
     return VerifiedNames(
         build=f"{build.name}, shared experts {build.shared_experts}, head {build.head}",
-        question=digest_of({"builder": fields, "places": versions}),
+        fingerprint=digest_of({"builder": fields, "places": versions}),
         base=versions[0],
         donor=versions[1] if donor is not None else None,
     )

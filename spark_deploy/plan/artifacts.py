@@ -58,9 +58,9 @@ def locked_source(lock: Lock, repo: str, revision: str) -> LockedSource:
         fix = "run `spark-deploy update --missing`, or set locked: first-use"
         raise PlanError.one(f"lock: {repo}", f"revision {revision} is not locked", fix)
     for file in source.files:
-        if why := why_not_downloaded(file.path):
-            what = f"{file.path} is excluded from downloads: {why}"
-            fix = f"run `spark-deploy update --only {repo}` to download again without it"
+        if reason := why_not_downloaded(file.path):
+            what = f"{file.path} is excluded from downloads: {reason}"
+            fix = f"run `spark-deploy update --only {repo}` to lock the repository without it"
             raise PlanError.one(f"lock: {repo}", what, fix)
     return source
 
@@ -88,32 +88,32 @@ def source_plan(source: LockedSource, settings: Settings) -> SourcePlan:
 
 
 def reject_unbuildable_checkpoint(model: Model, profile: Profile, settings: Settings) -> None:
-    """Raise PlanError if the checkpoint cannot be built, or not kept as the settings require."""
+    """Raise PlanError if the checkpoint cannot be built, or cannot be stored as configured."""
     where, checkpoint = f"profile {profile.name}", settings.checkpoint
     if isinstance(model, PlainModel) and (profile.builds_checkpoint or profile.plugin):
-        what = f"is for checkpoints built here; {model.name} is served as published"
+        what = f"builds a checkpoint or uses the plugin, but {model.name} is served as published"
         raise PlanError.one(where, what, "use profile plain, or write a similar one")
     if checkpoint.prebuilt:
         _reject_unusable_hybrid(model, profile)
     if not checkpoint.keep_base:
         _reject_discarded_base(profile, settings)
     if isinstance(model, HybridModel) and _lacks_int4_modules(model, profile):
-        what = "tensors.mtp of the model lists no 16-bit experts or attention to round to INT4"
+        what = "tensors.mtp in the model file lists no 16-bit experts or attention to round to INT4"
         raise PlanError.one(f"{where}: drafter", what, "set engine.drafter: keep")
     if profile.shared_experts == "int8-g128" and profile.layout == "overlay":
-        what = "an overlay with shared_experts int8-g128 would contain their names twice"
+        what = "an overlay with int8-g128 would contain the names of the shared experts twice"
         raise PlanError.one(f"{where}: checkpoint.layout", what, "set checkpoint.layout: full")
 
 
 def _reject_discarded_base(profile: Profile, settings: Settings) -> None:
     if settings.checkpoint.requantized:
-        what = "keep_base: false is for bases that can be downloaded again"
-        fix = "set it to true"
+        what = "keep_base: false requires a base that can be downloaded again"
+        fix = "set checkpoint.keep_base: true"
     elif not profile.builds_checkpoint:
         what = "keep_base: false would remove the checkpoint that this profile serves"
         fix = "set checkpoint.keep_base: true, or use a profile that builds a checkpoint"
     elif profile.layout == "overlay":
-        what = "keep_base: false needs layout full: an overlay links to its base"
+        what = "keep_base: false requires layout full, because an overlay links to its base"
         fix = "set checkpoint.layout: full, or checkpoint.keep_base: true"
     else:
         return
@@ -124,11 +124,11 @@ def _reject_unusable_hybrid(model: Model, profile: Profile) -> None:
     fix = "set checkpoint.source: base"
     if isinstance(model, PlainModel) or model.sources.hybrid is None:
         what = "this model has no prebuilt hybrid"
-        fix = f"name one in sources.hybrid of the model, or {fix}"
+        fix = f"set sources.hybrid in the model file, or {fix}"
     elif profile.shared_experts != "fp8-base":
-        what = f"a hybrid has shared experts in FP8, this profile needs {profile.shared_experts}"
+        what = f"a hybrid has FP8 shared experts, but this profile needs {profile.shared_experts}"
     elif profile.layout == "overlay":
-        what = "a hybrid has them under their plain names, which an overlay drops"
+        what = "an overlay drops the shared experts under the names that a hybrid gives them"
         fix = f"set checkpoint.layout: full, or {fix}"
     else:
         return
@@ -143,7 +143,7 @@ def checkpoint_plan(
     lock: Lock,
     requantized: RequantizedPlan | None = None,
 ) -> CheckpointPlan | None:
-    """Return the plan of the checkpoint to build; ``None`` if the base is served unchanged."""
+    """Return the plan for building a checkpoint; ``None`` if the base is served unchanged."""
     if not profile.builds_checkpoint or isinstance(model, PlainModel):
         return None
     sources = model.sources
@@ -264,7 +264,7 @@ def _output_bytes(model: HybridModel, profile: Profile, base_bytes: int) -> int:
 def requantized_plan(
     model: Model, settings: Settings, lock: Lock, image: ImagePlan, quantizer_digest: str
 ) -> RequantizedPlan | None:
-    """Return the plan of the checkpoint to quantize; ``None`` if not configured.
+    """Return the plan for quantizing a checkpoint; ``None`` if not configured.
 
     AutoRound runs in the engine's image. The model's exact tensor sets decide which tensors it
     packs; the rest stays in 16 bits.
@@ -274,11 +274,11 @@ def requantized_plan(
     options = settings.requantize
     if not isinstance(model, HybridModel) or model.sources.original is None:
         where = f"model {model.name}: checkpoint.source"
-        fix = "set sources.original of the model, or checkpoint.source: base"
+        fix = "set sources.original in the model file, or checkpoint.source: base"
         raise PlanError.one(where, "this model has no 16-bit repository", fix)
     if options.iters and options.calibration is None:
         fix = "set requantize.calibration to a file, or requantize.iters: 0"
-        raise PlanError.one("requantize.calibration", "tuning needs a text", fix)
+        raise PlanError.one("requantize.calibration", "tuning requires calibration text", fix)
     revision = model.sources.revision
     original = source_plan(locked_source(lock, model.sources.original, revision), settings)
     shape = model.architecture

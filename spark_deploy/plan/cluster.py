@@ -17,7 +17,7 @@ from spark_deploy.plan.engine_arguments import rank_arguments
 from spark_deploy.plan.types import FabricLink, Port, Ports
 
 _NETPLAN_HEAD = """\
-# Written by `spark-deploy fabric`; `spark-deploy fabric --restore` takes it back.
+# Written by `spark-deploy fabric`; `spark-deploy fabric --restore` removes it.
 network:
   version: 2
   ethernets:
@@ -37,7 +37,9 @@ _INTERFACE = re.compile(r"en(?:P(\d+))?p(.*)")
 _RDMA_ARGUMENTS = ("--ulimit=memlock=-1:-1", "--device=/dev/infiniband")
 # Each release has two of these ports on the fabric, so members of different releases never meet.
 _FIRST_PORT = 29500
-_CONFIRM_S = 90  # without a new login by then, the previous network settings are restored
+_CONFIRMATION_TIMEOUT_S = (
+    90  # without a new login in this time, the previous network settings are restored
+)
 _PORTS = 2000
 
 
@@ -59,7 +61,7 @@ def fabric_plan(host: str, settings: Settings, host_ports: Ports) -> FabricPlan:
     )
     if problems := [problem for port in ports for problem in _conflicts(host, port, host_ports)]:
         raise PlanError(problems)
-    return FabricPlan(render_netplan(ports), ports, _CONFIRM_S)
+    return FabricPlan(render_netplan(ports), ports, _CONFIRMATION_TIMEOUT_S)
 
 
 def existing_addresses(host: str, settings: Settings, host_ports: Ports) -> str:
@@ -74,18 +76,18 @@ def render_netplan(ports: Sequence[FabricPort]) -> str:
 
 
 def _fabric_ports(host: str, settings: Settings, host_ports: Ports) -> list[Port]:
-    fabric, known = settings.fabric, {port.interface: port for port in host_ports.ports}
-    if missing := [name for name in fabric.interfaces if name not in known]:
-        what = f"{', '.join(missing)}: no such interface (found: {', '.join(known) or 'none'})"
+    fabric, by_name = settings.fabric, {port.interface: port for port in host_ports.ports}
+    if missing := [name for name in fabric.interfaces if name not in by_name]:
+        what = f"{', '.join(missing)}: no such interface (found: {', '.join(by_name) or 'none'})"
         raise PlanError.one(
             f"{host}: fabric.interfaces", what, "run `ip link` on that host to list them"
         )
     if fabric.interfaces:
-        return [known[name] for name in fabric.interfaces]
+        return [by_name[name] for name in fabric.interfaces]
     cabled = sorted((port for port in host_ports.ports if port.device and port.up), key=_slot_key)
     if len(cabled) != len(fabric.networks):
         names = ", ".join(port.interface for port in cabled) or "none"
-        what = f"{len(cabled)} ports with RDMA and a cable ({names})"
+        what = f"{len(cabled)} cabled RDMA ports ({names})"
         what += f" for {len(fabric.networks)} networks"
         fix = "cable one cage, or set fabric.interfaces and fabric.networks"
         raise PlanError.one(f"{host}: fabric", what, fix)
@@ -109,7 +111,9 @@ def _conflicts(host: str, planned: FabricPort, host_ports: Ports) -> Iterator[Pr
             ipaddress.IPv4Interface(text).network
         ):
             what = f"{network} is already used by {interface} ({text})"
-            yield Problem(f"{host}: {planned.interface}", what, "set fabric.networks to free ones")
+            yield Problem(
+                f"{host}: {planned.interface}", what, "set fabric.networks to unused networks"
+            )
 
 
 def fabric_links(
@@ -188,13 +192,13 @@ def member_endpoints(settings: Settings, ports: Mapping[str, Ports]) -> tuple[En
 def _address_problems(
     hosts: Sequence[str], fabric: Mapping[str, Ports], network: ipaddress.IPv4Network
 ) -> Iterator[Problem]:
-    """Yield addresses used twice, and networks on two cables of a host."""
+    """Yield addresses that are used twice, and networks on two cables of one host."""
     owners: dict[str, str] = {}
     for host in hosts:
         ports = _cluster_ports(fabric[host].ports, network)
         for address in (text.partition("/")[0] for port in ports for text in port.addresses):
             if (other := owners.setdefault(address, host)) != host:
-                what = f"has {address}, like {other}"
+                what = f"has the same address as {other}: {address}"
                 fix = "list each machine once in cluster.hosts; use each address on one port only"
                 yield Problem(f"{host}: cluster", what, fix)
         first_ports: dict[ipaddress.IPv4Network, Port] = {}
@@ -297,9 +301,9 @@ def _cluster_ports(ports: Sequence[Port], network: ipaddress.IPv4Network) -> lis
 
 
 def cluster_release(release: Release, settings: Settings, fabric: Mapping[str, Ports]) -> Release:
-    """Return the release for all members of the host's cluster.
+    """Return the common release of all cluster members.
 
-    The port follows from the rest of the release.
+    The port is computed from the rest of the release.
     """
     endpoints = member_endpoints(settings, fabric)
     offset = int(digest_of({"release": release, "links": endpoints})[:8], 16) % (_PORTS // 2)
@@ -348,7 +352,7 @@ Wave = tuple[str, ...]
 def plan_waves(
     rollouts: Mapping[str, RolloutSettings], clusters: Iterable[Wave] = ()
 ) -> tuple[Wave, ...]:
-    """Return the waves of a rollout, each with the hosts that change together.
+    """Return the waves of a rollout, each with the hosts to update together.
 
     Canaries come first, in separate waves; then the rest in inventory order. The smallest
     ``at_once`` of the hosts limits a wave. The members of a cluster share a wave.

@@ -39,7 +39,9 @@ def pins_drafter_experts(model: Model, profile: Profile) -> bool:
 def pins_target_experts(model: Model, profile: Profile) -> bool:
     """Return whether the plan chooses the kernel of a published model's 16-bit experts."""
     options = canonical_options(profile.options)
-    chosen = "moe-backend" in options or "moe_backend" in (options.get("kernel-config") or {})
+    is_configured = "moe-backend" in options or "moe_backend" in (
+        options.get("kernel-config") or {}
+    )
     stays_16_bit = not (quantizes_online(profile) or "quantization" in options)
     return (
         isinstance(model, PlainModel)
@@ -47,13 +49,13 @@ def pins_target_experts(model: Model, profile: Profile) -> bool:
         and profile.engine_mode != "portable"
         and not loads_unlisted_model(profile)
         and stays_16_bit
-        and not chosen
+        and not is_configured
     )
 
 
 def _has_16_bit_experts(model: PlainModel) -> bool:
     anatomy = model.anatomy
-    return anatomy is not None and anatomy.expert_width is not None and not anatomy.quantisation
+    return anatomy is not None and anatomy.expert_width is not None and not anatomy.quantization
 
 
 def quantizes_online(profile: Profile) -> bool:
@@ -66,7 +68,7 @@ def loads_unlisted_model(profile: Profile) -> bool:
 
 
 def stretches_context(profile: Profile) -> bool:
-    """Return whether options change position encoding, as for longer contexts."""
+    """Return whether options change the position encoding, as for longer contexts."""
     return "rope" in str(canonical_options(profile.options).get("hf-overrides", "")).lower()
 
 
@@ -74,7 +76,7 @@ MODEL_MOUNT = "/model"
 CACHE_MOUNT = "/cache"
 DRAFTER_MOUNT = "/drafter"
 ADAPTERS_MOUNT = "/adapters"
-HEAD_TIMES = f"{CACHE_MOUNT}/spark-lm-head.json"
+HEAD_TIMINGS_PATH = f"{CACHE_MOUNT}/spark-lm-head.json"
 """Measurement of the opt-in head, written at the first start on a host."""
 
 # Our results were measured without both. Autotuning runs FlashInfer's kernels with loaded weights;
@@ -139,7 +141,7 @@ def engine_options(model: Model, profile: Profile, memory: MemoryPlan) -> dict[s
         "disable-access-log-for-endpoints": "/health,/metrics",
         **option_values(profile.limits, profile.kv_cache),
         "max-model-len": context,
-        # The engine refuses a longer limit than its context.
+        # The engine rejects a limit above its context.
         "long-prefill-token-threshold": min(long_prompt, context) if long_prompt else None,
         "gpu-memory-utilization": memory.memory_fraction,
         "kv-cache-dtype": None if profile.kv_cache.dtype == "auto" else profile.kv_cache.dtype,
@@ -152,7 +154,7 @@ def engine_options(model: Model, profile: Profile, memory: MemoryPlan) -> dict[s
         "tool-call-parser": model.parsers.tool_call,
         "speculative-config": _speculative_config(model, profile),
         **_adapter_options(model),
-        **_further_options(model, profile),
+        **_extra_options(model, profile),
     }
 
 
@@ -171,14 +173,14 @@ def _speculative_config(model: Model, profile: Profile) -> Mapping[str, Any] | N
         # are loaded. Proofs ran with Triton. The global moe-backend would also affect the model's
         # INT4 experts.
         config["moe_backend"] = "triton"
-    chosen = {
+    optional = {
         "draft_sample_method": drafts.draft_sample_method,
         "rejection_sample_method": drafts.rejection_sample_method,
         "num_speculative_tokens_per_batch_size": drafts.num_speculative_tokens_per_batch_size,
         "prompt_lookup_max": drafts.longest_match,
         "prompt_lookup_min": drafts.shortest_match,
     }
-    return {**config, **{name: value for name, value in chosen.items() if value is not None}}
+    return {**config, **{name: value for name, value in optional.items() if value is not None}}
 
 
 def _adapter_options(model: Model) -> dict[str, Any]:
@@ -193,16 +195,16 @@ def _adapter_options(model: Model) -> dict[str, Any]:
     }
 
 
-def _further_options(model: Model, profile: Profile) -> dict[str, Any]:
+def _extra_options(model: Model, profile: Profile) -> dict[str, Any]:
     options = {canonical_name(name): value for name, value in profile.options.items()}
     if options.setdefault("kernel-config", {}) is not None:
         defaults = dict(KERNEL_CONFIG)
         if "enable-flashinfer-autotune" in canonical_options(options):
-            del defaults["enable_flashinfer_autotune"]  # the engine refuses both spellings together
-        options["kernel-config"] = {**defaults, **_mapping_of(options, "kernel-config")}
+            del defaults["enable_flashinfer_autotune"]  # the engine rejects both spellings together
+        options["kernel-config"] = {**defaults, **_mapping_option(options, "kernel-config")}
     spark: dict[str, Any] = {}
     if profile.head == "int8-triton":
-        spark = {"lm_head": profile.head, "lm_head_times": HEAD_TIMES}
+        spark = {"lm_head": profile.head, "lm_head_times": HEAD_TIMINGS_PATH}
         if profile.speculation and profile.speculation.draft_vocabulary_tokens:
             spark["draft_vocabulary"] = profile.speculation.draft_vocabulary_tokens
     if profile.ngram_table:
@@ -211,7 +213,7 @@ def _further_options(model: Model, profile: Profile) -> dict[str, Any]:
     if profile.ngram_table == "file":
         spark |= {"ngram_table": "file", "ngram_cache_mib": NGRAM_CACHE_BYTES >> 20}
     if spark:
-        config = _mapping_of(options, "additional-config")
+        config = _mapping_option(options, "additional-config")
         options["additional-config"] = {**config, "spark": {**spark, **config.get("spark", {})}}
     if pins_target_experts(model, profile):
         # All experts are 16-bit, so the drafter's kernel fits all.
@@ -219,10 +221,10 @@ def _further_options(model: Model, profile: Profile) -> dict[str, Any]:
     return options
 
 
-def _mapping_of(options: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def _mapping_option(options: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     value = decode_mapping(options.get(name) or {})
     if not isinstance(value, Mapping):
-        what = f"{value!r} is not a mapping, but the plan adds keys to it"
+        what = f"invalid value {value!r}, expected a mapping, because the plan adds keys"
         raise PlanError.one(f"engine option {name}", what, "write it as a mapping")
     return value
 
@@ -281,8 +283,8 @@ def rank_arguments(rank: int, addresses: Sequence[str], port: int) -> tuple[str,
 def _text_value(name: str, value: Any) -> str:
     text = str(value)
     if text.startswith("-"):
-        what = f"value {text!r} begins with '-' and would be read as an option"
-        raise PlanError.one(f"engine option {name}", what, "write it as a mapping or drop it")
+        what = f"value {text!r} begins with '-' and would be parsed as an option"
+        raise PlanError.one(f"engine option {name}", what, "write it as a mapping, or remove it")
     return text
 
 
@@ -300,7 +302,7 @@ _PORTABLE_LINE = r"spark portable mode: dequantized \d+ tensors to bfloat16"
 def required_and_forbidden_lines(
     model: Model, profile: Profile, *, plugin: bool
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the log lines that are required, and those that are forbidden."""
+    """Return the required and the forbidden log lines, as patterns."""
     required, forbidden = [*profile.check.log_required], [*profile.check.log_forbidden]
     if plugin and isinstance(model, HybridModel) and profile.shared_experts.startswith("fp8"):
         required.append(plugin_line(model))

@@ -74,9 +74,9 @@ def route_by_name(main: ServicePlan, others: Sequence[ServicePlan]) -> GatewayPl
         return main.gateway
     names = {parse_service(plan.release.name): plan.release.names for plan in (main, *others)}
     owners: dict[str, str] = {}
-    for service, name in ((service, name) for service, own in names.items() for name in own):
+    for service, name in ((service, n) for service, listed in names.items() for n in listed):
         if owners.setdefault(name, service) != service:
-            what = f"{name} is also a model name of {owners[name]}"
+            what = f"{name} is also a model name of service {owners[name]}"
             raise PlanError.one(f"services.{service}.names", what, "use a unique name")
     return replace(main.gateway, settings=replace(main.gateway.settings, names=names))
 
@@ -92,8 +92,8 @@ def client_address(settings: Settings, host: str) -> str | None:
     if settings.serve.expose == "tailscale":
         # The SSH name may not exist in the tailnet.
         return settings.serve.address
-    known = settings.serve.address or settings.ssh.hostname
-    return known or (None if host.startswith("@") else host)
+    address = settings.serve.address or settings.ssh.hostname
+    return address or (None if host.startswith("@") else host)
 
 
 def _tls(settings: Settings, host: str) -> TlsPlan | None:
@@ -115,7 +115,7 @@ def gateway_file(plan: GatewayPlan) -> ManagedFile:
 
 
 def base_urls(plan: GatewayPlan) -> tuple[tuple[str, str], ...]:
-    """Return each base URL with the audience; the URL of the host itself first."""
+    """Return each base URL with its audience. The host's own URL comes first."""
     local = (url(plan, LOOPBACK), "the host itself")
     audience = EXPOSURES[plan.settings.expose].audience
     if audience is None:

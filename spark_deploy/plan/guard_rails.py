@@ -35,14 +35,14 @@ _DRAFT_OPTIONS = {
 }
 _LOGGING_OPTIONS = ("enable-log-requests", "enable-log-outputs")
 # Each allows unpickling of untrusted data.
-_UNPICKLING = ("VLLM_ALLOW_INSECURE_SERIALIZATION", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
+_UNPICKLING_VARIABLES = ("VLLM_ALLOW_INSECURE_SERIALIZATION", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
 # Quantization methods with scales per group of inputs.
-_IN_GROUPS = ("auto-round", "gptq", "awq", "compressed-tensors", "bit")
+_GROUPED_METHODS = ("auto-round", "gptq", "awq", "compressed-tensors", "bit")
 _LOCAL_SOCKETS = ("unix://", "fd://")
 # vLLM up to 0.24 counted the page cache as used memory: docs/decisions/0005.
-_COUNTED_CACHE_AS_USED = 24
+_LAST_COUNTING_CACHE_AS_USED = 24
 # First vLLM minor version tested with cached prefixes and drafts: recall-prefixes.json.
-_PREFIXES_WITH_DRAFTS = 33
+_FIRST_TESTED_PREFIXES = 33
 _MAX_RANKS = 16
 # Values per scale of the routed experts: each rank must get whole groups.
 _GROUPS = {"int4": 128, "nvfp4": 16}
@@ -99,8 +99,8 @@ def release_facts(
         "deep_gemm": _uses_deep_gemm(profile, options),
         "formats": " ".join(formats).lower(),
         "online_quantization": "quantization-config" in options,
-        "engine_counts_cache_as_used": minor is not None and minor <= _COUNTED_CACHE_AS_USED,
-        "engine_prefixes_unproven": minor is not None and minor < _PREFIXES_WITH_DRAFTS,
+        "engine_counts_cache_as_used": minor is not None and minor <= _LAST_COUNTING_CACHE_AS_USED,
+        "engine_prefixes_unproven": minor is not None and minor < _FIRST_TESTED_PREFIXES,
         "expose": settings.serve.expose,
         "tls": settings.serve.tls,
         "plugin": profile.plugin,
@@ -122,7 +122,7 @@ def release_facts(
         "unread_variables": not profile.environment.keys().isdisjoint(IGNORED_VARIABLES),
         "unpickles": any(
             profile.environment.get(name, "0").strip().lower() not in ("", "0", "false")
-            for name in _UNPICKLING
+            for name in _UNPICKLING_VARIABLES
         ),
         "questions_logged": _logs_questions(profile.environment, options),
         "docker_listens": _has_network_listener(settings.docker.daemon.get("hosts", ())),
@@ -153,7 +153,7 @@ def _expert_width(model: Model, options: Mapping[str, Any], ranks: int) -> int:
     if isinstance(model, PlainModel):
         # Experts without groups of weights, or of unknown size, are never too narrow.
         anatomy, width = model.anatomy, _MAX_EXPERT_WIDTH
-        if anatomy and any(name in anatomy.quantisation for name in _IN_GROUPS):
+        if anatomy and any(name in anatomy.quantization for name in _GROUPED_METHODS):
             width = anatomy.expert_width or _MAX_EXPERT_WIDTH
     else:
         width = model.architecture.expert_width
@@ -163,19 +163,19 @@ def _expert_width(model: Model, options: Mapping[str, Any], ranks: int) -> int:
 
 
 def _uses_deep_gemm(profile: Profile, options: Mapping[str, Any]) -> bool:
-    chosen = " ".join(str(options.get(name, "")) for name in _KERNEL_OPTIONS)
-    by_option = "deep_gemm" in chosen.lower().replace("-", "_")
+    kernels = " ".join(str(options.get(name, "")) for name in _KERNEL_OPTIONS)
+    by_option = "deep_gemm" in kernels.lower().replace("-", "_")
     return by_option or profile.environment.get("VLLM_USE_DEEP_GEMM", "0") != "0"
 
 
 def _draft_config(profile: Profile, options: Mapping[str, Any]) -> Mapping[str, Any]:
-    drafts, planned = profile.speculation, {}
+    drafts, config = profile.speculation, {}
     if "speculative-config" in options:
-        planned = dict(_mapping(options["speculative-config"]))
+        config = dict(_mapping(options["speculative-config"]))
     elif drafts:
-        planned = {"method": drafts.method, "num_speculative_tokens": drafts.tokens}
-        planned["model"] = drafts.repository
-    return planned | {
+        config = {"method": drafts.method, "num_speculative_tokens": drafts.tokens}
+        config["model"] = drafts.repository
+    return config | {
         field: options[name] for name, field in _DRAFT_OPTIONS.items() if name in options
     }
 
@@ -206,7 +206,7 @@ def apply_rails(
         else:
             fix = f"{rail.fix}, or set override_rails: {{{rail.rule}: WHY}}"
             where = f"model {facts['model']} with profile {facts['profile']}"
-            what = f"refused by guard rail {rail.rule}: {reason}"
+            what = f"rejected by guard rail {rail.rule}: {reason}"
             rejections.append(Problem(where, what, fix if rail.may_be_overridden else rail.fix))
     if rejections:
         raise PlanError(rejections)
@@ -217,12 +217,12 @@ def _override_problems(
     rails: Sequence[GuardRail], overridden: Mapping[str, str]
 ) -> Iterator[Problem]:
     """Yield overrides of unknown rules, and of rules that cannot be overridden."""
-    known = [rail.rule for rail in rails if rail.may_be_overridden]
-    for rule in sorted(set(overridden).difference(known)):
+    allowed = [rail.rule for rail in rails if rail.may_be_overridden]
+    for rule in sorted(set(overridden).difference(allowed)):
         exists = any(rail.rule == rule for rail in rails)
-        what = "cannot be overridden" if exists else "is not a guard rail"
-        guess = closest(rule, known)
-        fix = f"did you mean {guess}?" if guess else f"allowed: {', '.join(known)}"
+        what = "cannot be overridden" if exists else "no such guard rail"
+        guess = closest(rule, allowed)
+        fix = f"did you mean {guess}?" if guess else f"allowed: {', '.join(allowed)}"
         yield Problem(f"override_rails: {rule}", what, fix)
 
 
@@ -236,7 +236,7 @@ def _reject_unknown_facts(rails: Sequence[GuardRail], facts: Mapping[str, Any]) 
                 guess = closest(name, list(facts))
                 fix = f"did you mean {guess}?" if guess else f"known: {', '.join(sorted(facts))}"
                 where = f"catalog/guard_rails.yml: {rail.rule}: {name}"
-                problems.append(Problem(where, "is not a fact of a release", fix))
+                problems.append(Problem(where, "unknown fact", fix))
     if problems:
         raise PlanError(problems)
 
@@ -292,17 +292,17 @@ def _architecture_problems(
     """
     if not isinstance(model, PlainModel) or model.anatomy is None:
         return
-    image, named = settings.images.get(model.image.role, ""), model.anatomy.architecture
+    image, name = settings.images.get(model.image.role, ""), model.anatomy.architecture
     version, engine = engines.for_image(image)
-    if engine is None or not named or loads_unlisted_model(profile) or engine.supports(named):
+    if engine is None or not name or loads_unlisted_model(profile) or engine.supports(name):
         return
-    others = [name for name, engine in engines.engines.items() if engine.supports(named)]
+    others = [v for v, engine in engines.engines.items() if engine.supports(name)]
     fix = (
-        f"name an image of {ENGINE_NAME} {', '.join(others)}"
+        f"use an image with {ENGINE_NAME} {', '.join(others)}"
         if others
         else "choose another repository"
     )
-    what = f"{ENGINE_NAME} {version} does not support its architecture {named}"
+    what = f"{ENGINE_NAME} {version} does not support its architecture {name}"
     yield Problem(f"model {model.name}", what, f"{fix}, or set engine.options.model-impl")
 
 
@@ -310,18 +310,18 @@ def _parser_problems(model: Model, settings: Settings, engines: Engines) -> Iter
     version, engine = engines.for_image(settings.images.get(model.image.role, ""))
     if engine is None:
         return
-    named = {"tool_call": model.parsers.tool_call, "reasoning": model.parsers.reasoning}
-    for kind, parser in named.items():
+    parsers = {"tool_call": model.parsers.tool_call, "reasoning": model.parsers.reasoning}
+    for kind, parser in parsers.items():
         listed = getattr(engine, kind)
         if parser is not None and parser not in listed:
             guess = closest(parser, listed)
             fix = f"did you mean {guess}?" if guess else "remove it: the text stays unparsed"
-            what = f"{parser} is not a parser of {ENGINE_NAME} {version}"
+            what = f"{ENGINE_NAME} {version} has no parser {parser}"
             yield Problem(f"model {model.name}: parsers.{kind}", what, fix)
 
 
 def role_problems(settings: Settings, catalog: Catalog) -> Iterator[Problem]:
-    """Yield image roles that no model uses; a misspelt role would leave the default active."""
+    """Yield image roles that no model uses; a misspelled role would leave the default active."""
     added = set(settings.images).difference(Settings().images)
     if not added:  # without reading all models
         return
@@ -363,11 +363,11 @@ def _multi_host_problems(model: Model, profile: Profile, settings: Settings) -> 
     fitting = [
         str(n)
         for n in range(2, _MAX_RANKS + 1)
-        # The guard rail experts-of-one-group refuses a single group per rank.
+        # The guard rail experts-of-one-group rejects a single group per rank.
         if not list(_indivisible_sizes(shape, n, group, shared)) and shape.expert_width // n > group
     ]
     fix = f"use {' or '.join(fitting)} hosts" if fitting else "serve it on each host separately"
-    what = f"{model.name} cannot be split into {ranks} equal parts: {', '.join(uneven)}"
+    what = f"{model.name} cannot be split evenly over {ranks} hosts: {', '.join(uneven)}"
     yield Problem("cluster.hosts", what, fix)
 
 

@@ -42,12 +42,12 @@ def plan_host(request: Request) -> HostPlan:
         resolve(settings.with_model(other), request.catalog) for other in settings.ready_models
     ]
     ready = tuple(plan_model(other, request) for other in others)
-    pairs = (main, *services, *ready)
+    models = (main, *services, *ready)
     scheduled = {(change.model, change.profile) for change in settings.schedule}
     releases = {(main.model, main.profile): main.release} | {
-        (pair.model, pair.profile): release.plan_release(MAIN_SERVICE, other, pair, request.fabric)
-        for other, pair in zip(others, ready, strict=True)
-        if (pair.model, pair.profile) in scheduled
+        (plan.model, plan.profile): release.plan_release(MAIN_SERVICE, other, plan, request.fabric)
+        for other, plan in zip(others, ready, strict=True)
+        if (plan.model, plan.profile) in scheduled
     }
     main = replace(
         main,
@@ -58,12 +58,12 @@ def plan_host(request: Request) -> HostPlan:
         ),
     )
     docker = _docker(resolved.model, settings, lock)
-    disk = _disk_uses(pairs)
+    disk = _disk_uses(models)
     return HostPlan(
         **_field_values(main),
         host=request.host,
         paths=settings.paths,
-        preflight=_preflight_plan(request, (main, *services), disk, docker.check_image, pairs),
+        preflight=_preflight_plan(request, (main, *services), disk, docker.check_image, models),
         base=base_plan(settings),
         cuda=types.CudaPlan(
             CUDA_TOOLKIT,
@@ -90,7 +90,7 @@ def base_plan(settings: Settings) -> types.BasePlan:
 
 
 def _service_plan(name: str, resolved: Resolved, request: Request) -> ServicePlan:
-    pair = plan_model(resolved, request)
+    model = plan_model(resolved, request)
     # The main gateway starts every on-request service, another gateway only its own.
     on_request = {
         other: entry.idle_stop_s
@@ -98,9 +98,9 @@ def _service_plan(name: str, resolved: Resolved, request: Request) -> ServicePla
         if entry.start == "on-request" and name in (MAIN_SERVICE, other)
     }
     return ServicePlan(
-        **_field_values(pair),
+        **_field_values(model),
         memory=resolved.memory,
-        release=release.plan_release(name, resolved, pair, request.fabric),
+        release=release.plan_release(name, resolved, model, request.fabric),
         gateway=gateway.gateway_plan(resolved.settings, request.host, name, on_request),
         warnings=resolved.warnings,
     )
@@ -140,20 +140,20 @@ def _preflight_plan(
     services: tuple[ServicePlan, ...],
     disk: tuple[DiskUse, ...],
     check_image: str,
-    pairs: tuple[ModelPlan, ...],
+    models: tuple[ModelPlan, ...],
 ) -> types.PreflightPlan:
     settings = request.settings
-    images = {pair.image.tag: _image_peak_bytes(pair.image) for pair in pairs}
-    gateways = {service.release.service: _ports_of(service) for service in services}
+    images = {model.image.tag: _image_peak_bytes(model.image) for model in models}
+    gateways = {service.release.service: _gateway_ports(service) for service in services}
     sources = {
         source.dir: tuple((f.sha256, f.size_bytes) for f in source.locked.files if f.sha256)
-        for pair in pairs
-        for source in pair.sources
+        for model in models
+        for source in model.sources
     }
     peaks: Counter[str] = Counter()
     for use in disk:
         peaks[use.path] += use.peak_bytes
-    built = (path for pair in pairs for path in _paths_needing_no_space(pair.checkpoint))
+    built = (path for model in models for path in _paths_needing_no_space(model.checkpoint))
     return types.PreflightPlan(
         expect=settings.expect,
         takeover=settings.takeover,
@@ -163,8 +163,8 @@ def _preflight_plan(
         gateways=gateways,
         disk_needed_bytes=tuple(sorted(peaks.items())),
         disk_reserve_bytes=settings.disk.reserve_bytes,
-        memory_needed_bytes=_needed_bytes(services),
-        # MemTotal of two equal machines differs by firmware settings.
+        memory_needed_bytes=_memory_needed_bytes(services),
+        # Firmware settings change MemTotal of otherwise equal machines.
         memory_total_min_bytes=round(settings.memory.total_bytes * 0.98),
         images=(check_image, *images),
         image_bytes=tuple(images.items()),
@@ -178,8 +178,8 @@ def _preflight_plan(
     )
 
 
-def _needed_bytes(services: Sequence[ServicePlan]) -> int:
-    """Return the memory of all services; of services on request only the largest counts."""
+def _memory_needed_bytes(services: Sequence[ServicePlan]) -> int:
+    """Return the memory of all services. Only the largest on-demand service counts."""
     always, on_request = [0], [0]
     for service in services:
         is_on_request = service.release.service in (service.gateway.settings.on_request or {})
@@ -206,7 +206,7 @@ def _docker(model: Model, settings: Settings, lock: Lock) -> types.DockerPlan:
     )
 
 
-def _ports_of(service: ServicePlan) -> tuple[int, ...]:
+def _gateway_ports(service: ServicePlan) -> tuple[int, ...]:
     access = service.gateway.settings
     return (access.port, access.replicas.port) if access.replicas else (access.port,)
 
@@ -215,34 +215,34 @@ def _field_values(plan: ModelPlan) -> dict[str, Any]:
     return {field.name: getattr(plan, field.name) for field in fields(plan)}
 
 
-def _disk_uses(pairs: Sequence[ModelPlan]) -> tuple[DiskUse, ...]:
-    """Return the use of every folder; image and cache are estimates, the rest is exact.
+def _disk_uses(models: Sequence[ModelPlan]) -> tuple[DiskUse, ...]:
+    """Return the disk use of every folder. Image and cache are estimates, the rest is exact.
 
     Each path is the folder of an artifact, so that existing files can be subtracted. Shared
     artifacts count only once.
     """
     uses: dict[tuple[str, str], DiskUse] = {}
-    for use in (use for pair in pairs for use in _pair_uses(pair)):
+    for use in (use for model in models for use in _model_disk_uses(model)):
         uses.setdefault((use.path, use.label), use)
     return tuple(uses.values())
 
 
-def _pair_uses(pair: ModelPlan) -> Iterator[DiskUse]:
-    keeps_base = pair.checkpoint is None or pair.checkpoint.keep_base
-    companions = {companion.source.dir for companion in pair.companions}
-    for source in pair.sources:
+def _model_disk_uses(model: ModelPlan) -> Iterator[DiskUse]:
+    keeps_base = model.checkpoint is None or model.checkpoint.keep_base
+    companions = {companion.source.dir for companion in model.companions}
+    for source in model.sources:
         size = source.size_bytes
         stays = keeps_base or source.dir in companions
         yield DiskUse(source.dir, source.locked.repo, size, size if stays else 0)
-    if requantized := pair.requantized:
+    if requantized := model.requantized:
         label = f"INT4 tree {requantized.build.name}"
         yield DiskUse(requantized.dir, label, requantized.build.work_bytes, requantized.size_bytes)
-    if tree := pair.checkpoint:
+    if tree := model.checkpoint:
         size = tree.output_bytes
         yield DiskUse(tree.dir, f"checkpoint {tree.build.name}", size, size)
-    peak, after = _image_peak_bytes(pair.image), image_after_bytes(pair.image)
-    yield DiskUse(DOCKER_DIR, f"image {pair.image.tag}", peak, after)
-    yield DiskUse(pair.cache_dir, "compile cache", _CACHE_BYTES, _CACHE_BYTES)
+    peak, after = _image_peak_bytes(model.image), image_after_bytes(model.image)
+    yield DiskUse(DOCKER_DIR, f"image {model.image.tag}", peak, after)
+    yield DiskUse(model.cache_dir, "compile cache", _CACHE_BYTES, _CACHE_BYTES)
 
 
 def image_after_bytes(image: ImagePlan) -> int:
@@ -258,7 +258,7 @@ def disk_total(uses: Sequence[DiskUse]) -> tuple[int, int]:
 
 
 def _paths_needing_no_space(checkpoint: types.CheckpointPlan | None) -> tuple[tuple[str, str], ...]:
-    """Return (path, checkpoint): if the checkpoint exists, the path needs no more space.
+    """Return (path, checkpoint) tuples: if the checkpoint exists, the path needs no more space.
 
     A checkpoint appears by a rename, so an existing checkpoint is complete, even if smaller than
     planned (repeated names are written once).
@@ -270,7 +270,7 @@ def _paths_needing_no_space(checkpoint: types.CheckpointPlan | None) -> tuple[tu
 
 
 def plan_document(plan: HostPlan) -> dict[str, Any]:
-    """Return the plan of a host as plain data, with totals and the unit's limits."""
+    """Return a host's plan as plain data, with disk totals and the unit's limits."""
     drop_in = release.release_files(plan)[-1]
     peak_bytes, after_bytes = disk_total(plan.disk)
     return {

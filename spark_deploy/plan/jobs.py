@@ -1,4 +1,4 @@
-"""Plan the jobs that bring checkpoints and images to a host, and the list of what pruning keeps."""
+"""Plan the jobs that prepare checkpoints and images on a host, and list what pruning keeps."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -46,8 +46,8 @@ from spark_deploy.plan.types import (
 )
 
 DAEMON_JSON = "/etc/docker/daemon.json"
-# Concurrent copies from a host; a local network is ten times as fast as most uplinks.
-_COPIES = 8
+# Concurrent copies per host; a local network is ten times as fast as most uplinks.
+_MAX_COPIES = 8
 # "not needed": absent, but the job's result exists.
 State = Literal["complete", "running", "missing", "not needed"]
 PYTHON = {"PYTHONPATH": f"{CURRENT_TOOLS}:{SITE}"}  # host tools and the builder's packages
@@ -233,14 +233,14 @@ def image_job(plan: ImagePlan, context: tuple[ManagedFile, ...]) -> Work:
     return Work(job, tuple(files) if plan.plugin else (), layers=plan.layers)
 
 
-def plan_jobs(pair: ModelPlan, context: tuple[ManagedFile, ...]) -> tuple[Work, ...]:
-    companions = {companion.source.dir for companion in pair.companions}
+def plan_jobs(model: ModelPlan, context: tuple[ManagedFile, ...]) -> tuple[Work, ...]:
+    companions = {companion.source.dir for companion in model.companions}
     fetches = {
-        source.dir: fetch_job(source, None if source.dir in companions else pair.checkpoint)
-        for source in pair.fetched
+        source.dir: fetch_job(source, None if source.dir in companions else model.checkpoint)
+        for source in model.fetched
     }
-    image, tree = image_job(pair.image, context), pair.checkpoint
-    requantize = pair.requantized and requantize_job(pair.requantized, image.job)
+    image, tree = image_job(model.image, context), model.checkpoint
+    requantize = model.requantized and requantize_job(model.requantized, image.job)
     base = requantize or (tree and fetches[tree.base.dir])
     built = (checkpoint_job(tree, base.job),) if tree and base else ()
     return (*fetches.values(), *((image, requantize, *built) if requantize else (*built, image)))
@@ -252,7 +252,7 @@ def served_jobs(plan: HostPlan, context: tuple[ManagedFile, ...]) -> tuple[Work,
 
 def ready_jobs(plan: HostPlan, context: tuple[ManagedFile, ...]) -> tuple[Work, ...]:
     served = {work.job.digest for work in served_jobs(plan, context)}
-    jobs = _unique(work for pair in plan.ready for work in plan_jobs(pair, context))
+    jobs = _unique(work for model in plan.ready for work in plan_jobs(model, context))
     return tuple(work for work in jobs if work.job.digest not in served)
 
 
@@ -269,15 +269,15 @@ def keep_list(plan: HostPlan) -> KeepList:
     releases += [scheduled.release for scheduled in plan.schedule]
     folders = {mount.source for release in releases for mount in release.engine.mounts}
     images = {plan.docker.check_image}
-    for pair in (*plan.served, *plan.ready):
+    for model in (*plan.served, *plan.ready):
         # The 16-bit repository is not needed once the INT4 checkpoint exists.
-        folders |= {pair.requantized.dir} if pair.requantized else set()
+        folders |= {model.requantized.dir} if model.requantized else set()
         folders |= {
-            pair.cache_dir,
-            pair.served_checkpoint.dir,
-            *(source.dir for source in pair.fetched),
+            model.cache_dir,
+            model.served_checkpoint.dir,
+            *(source.dir for source in model.fetched),
         }
-        images |= {pair.image.tag, pair.image.base}
+        images |= {model.image.tag, model.image.base}
     return KeepList(
         releases_kept=plan.releases_kept,
         releases=frozenset(release.name for release in releases),
@@ -301,7 +301,7 @@ class Member:
 
 
 def shared_trees(jobs: Iterable[Work]) -> tuple[SharedTree, ...]:
-    """Return the folders that jobs can share: downloads while they run, builds when complete."""
+    """Return the folders that jobs can share: downloads in progress and complete builds."""
     trees: dict[str, SharedTree] = {}
     for work in jobs:
         proof, name = work.job.proof, work.job.digest12
@@ -329,11 +329,11 @@ def is_incomplete(state: State) -> bool:
 
 
 def peer_urls(host: str, digest: str, members: Sequence[Member]) -> tuple[str, ...]:
-    """Return the URLs from which a host copies a tree, in order.
+    """Return the URLs from which a host copies a tree, in the order to try.
 
-    First complete hosts, in a different order for each client; then hosts that download the tree;
-    then preceding hosts that start now, the nearest first. So hosts never wait for each other, and
-    the first host uses the hub. No host sends more than 8 copies at once.
+    Hosts with the complete tree come first, in a different order for each client. Then come hosts
+    that are downloading it, and preceding hosts that start now, the nearest first. So hosts never
+    wait for each other, and the first host uses the hub. No host sends more than 8 copies at once.
     """
     position = [member.name for member in members].index(host)
     rank = sum(member.trees.get(digest) == "missing" for member in members[:position])
@@ -342,11 +342,11 @@ def peer_urls(host: str, digest: str, members: Sequence[Member]) -> tuple[str, .
         return [m.url for m in candidates if m.name != host and m.trees.get(digest) == state]
 
     complete = urls_of("complete", members)
-    complete = complete if rank < _COPIES * len(complete) else []
+    complete = complete if rank < _MAX_COPIES * len(complete) else []
     turn = position % len(complete) if complete else 0
     running = urls_of("running", members)
     preceding = urls_of("missing", members[:position])
-    return (*complete[turn:], *complete[:turn], *running, *reversed(preceding[-_COPIES:]))
+    return (*complete[turn:], *complete[:turn], *running, *reversed(preceding[-_MAX_COPIES:]))
 
 
 def with_peers(work: Work, host: str, members: Sequence[Member]) -> Work:

@@ -1,8 +1,8 @@
 """Compute the size of a KV-cache block, and the number of blocks per request.
 
-Hybrid models (checked against vLLM's published block sizes): an attention page grows to the
-size of a GDN state, layers form groups of equal size, and a request takes pages for its context in
-each attention group and a state in each GDN group.
+In hybrid models (checked against vLLM's published block sizes), an attention page grows to the size
+of a GDN state, and layers form groups of equal size. A request takes pages for its context in each
+attention group, and a state in each GDN group.
 """
 
 import math
@@ -15,7 +15,7 @@ from spark_deploy.config.catalog.model import Model, PlainModel
 from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.settings.engine import canonical_options, parse_whole_number
 
-# (key bits, value bits, bytes of scales) of a head and token.
+# (key bits, value bits, bytes of scales) per head and token.
 TURBOQUANT = {
     "turboquant_k8v4": (8, 4, 4),
     "turboquant_4bit_nc": (4, 4, 6),
@@ -29,43 +29,43 @@ _GUESSED_CONTEXT_TOKENS = 8192
 @dataclass(frozen=True, slots=True)
 class CacheShape:
     block_tokens: int
-    block_bytes: int  # of a block over the layers of a group
+    block_bytes: int  # per block, over all layers of a group
     attention_groups: int
     state_blocks: int  # blocks per request
     window_groups: int = 0  # of layers with sliding-window attention
     window_tokens: int = 0
 
     def request_blocks(self, tokens: int) -> int:
-        pages = self.attention_groups * math.ceil(tokens / self.block_tokens)
+        blocks = self.attention_groups * math.ceil(tokens / self.block_tokens)
         if self.window_groups:
             # A window can start anywhere in a block: count an additional block.
             kept = math.ceil(min(tokens, self.window_tokens) / self.block_tokens) + 1
-            pages += self.window_groups * kept
-        return pages + self.state_blocks
+            blocks += self.window_groups * kept
+        return blocks + self.state_blocks
 
-    def capacity_tokens(self, cache_bytes: int, sequences: int, longest: int) -> int:
+    def capacity_tokens(self, cache_bytes: int, sequences: int, request_tokens: int) -> int:
         """Return the context tokens that fit next to the states of ``sequences`` requests."""
         blocks = cache_bytes // self.block_bytes
         if self.window_groups:
-            return int(blocks / self.request_blocks(longest) * longest)
-        left = max(blocks - self.state_blocks * sequences, 0)
-        return left // max(1, self.attention_groups) * self.block_tokens
+            return int(blocks / self.request_blocks(request_tokens) * request_tokens)
+        available = max(blocks - self.state_blocks * sequences, 0)
+        return available // max(1, self.attention_groups) * self.block_tokens
 
 
 def context_tokens(model: Model, profile: Profile) -> int:
-    """Return the longest request: the profile's limit, or the model's native context."""
+    """Return the maximum request length: the profile's limit, or the model's native context."""
     return profile.limits.max_context_tokens or native_context_tokens(model)
 
 
 def native_context_tokens(model: Model) -> int:
     if isinstance(model, PlainModel):
-        known = model.anatomy.context_tokens if model.anatomy else None
-        return known or _GUESSED_CONTEXT_TOKENS
+        declared = model.anatomy.context_tokens if model.anatomy else None
+        return declared or _GUESSED_CONTEXT_TOKENS
     return model.architecture.max_context_tokens
 
 
 def mtp_drafts(profile: Profile) -> int:
-    """Return the draft tokens per step of the model's own MTP layers."""
+    """Return how many tokens the model's own MTP layers draft per step."""
     drafts = profile.speculation
     return drafts.tokens if drafts and drafts.uses_model_layers else 0
 
@@ -85,30 +85,30 @@ def hybrid_shape(model: Architecture, profile: Profile) -> CacheShape:
     drafts = profile.speculation.tokens if profile.speculation else 0
     layer_bytes = layer_bytes_per_token(model, profile.kv_cache.dtype)
     attention = model.attention_layers + (model.mtp_layers if mtp_drafts(profile) else 0)
-    size = _group_layers([attention, model.linear_layers])
+    layers_per_group = _layers_per_group([attention, model.linear_layers])
     indexer = model.sparse_attention
-    multiple = _block_multiple(model, profile)
-    pages = math.ceil(state_bytes(model, drafts) / layer_bytes / multiple)
-    block_tokens = max(1, pages) * multiple
+    block_multiple = _block_multiple(model, profile)
+    multiples = math.ceil(state_bytes(model, drafts) / layer_bytes / block_multiple)
+    block_tokens = max(1, multiples) * block_multiple
     index_bytes = 0
     if indexer:
-        chosen = parse_whole_number(canonical_options(profile.options).get("block-size"))
-        block_tokens = max(block_tokens, chosen or 0)
-        # 16-bit keys: compressed, and a ring for those that are not compressed yet.
+        configured = parse_whole_number(canonical_options(profile.options).get("block-size"))
+        block_tokens = max(block_tokens, configured or 0)
+        # 16-bit keys: compressed keys, and a ring of keys that are not compressed yet.
         keys = block_tokens // indexer.compression + indexer.ring_tokens(drafts)
         index_bytes = keys * indexer.index_width * 2
-    # The n-gram layer has a state of its own size, in a group of its own.
-    groups = math.ceil(model.linear_layers / size) + bool(model.ngram_table)
+    # The state of the n-gram layer has a different size, so it needs a separate group.
+    groups = math.ceil(model.linear_layers / layers_per_group) + bool(model.ngram_table)
     return CacheShape(
         block_tokens=block_tokens,
-        block_bytes=(block_tokens * layer_bytes + index_bytes) * size,
-        attention_groups=math.ceil(attention / size),
+        block_bytes=(block_tokens * layer_bytes + index_bytes) * layers_per_group,
+        attention_groups=math.ceil(attention / layers_per_group),
         state_blocks=groups * _states_per_request(profile) + bool(indexer),
     )
 
 
 def _rank_architecture(model: Architecture, ranks: int) -> Architecture:
-    """Return the architecture with the KV heads of a rank; fewer heads than ranks repeat."""
+    """Return the architecture with the KV heads per rank; ranks share heads if there are fewer."""
     net = model.linear_attention
     return replace(
         model,
@@ -125,13 +125,13 @@ def _states_per_request(profile: Profile) -> int:
 
 
 def _block_multiple(model: Architecture, profile: Profile) -> int:
-    """Return the granularity of a block in tokens.
+    """Return the number of tokens that a block size must be a multiple of.
 
-    With prefix caching, FlashInfer's prefill of linear layers returns states every 64 tokens; the
-    engine chooses that prefill on a Spark for heads of 128.
+    With prefix caching, FlashInfer's prefill of linear layers returns states every 64 tokens. On a
+    Spark, the engine chooses that prefill for heads of 128.
     """
-    net, chosen = model.linear_attention, prefill_backend(profile)
-    by_flashinfer = net is not None and net.head_width == 128 and chosen != "triton"
+    net, backend = model.linear_attention, prefill_backend(profile)
+    by_flashinfer = net is not None and net.head_width == 128 and backend != "triton"
     caches = profile.prefix_caching and profile.engine_mode == "native"
     return 64 if caches and by_flashinfer else 16
 
@@ -146,7 +146,7 @@ def layer_bytes_per_token(model: Architecture, dtype: str) -> int:
 
 
 def state_bytes(model: Architecture, drafts: int) -> int:
-    """Return the bytes of a GDN state: FP32 recurrence and the 16-bit tail of the convolution."""
+    """Return the size of a GDN state: FP32 recurrence and 16-bit convolution inputs."""
     net = model.linear_attention
     if net is None:
         return 0
@@ -155,7 +155,7 @@ def state_bytes(model: Architecture, drafts: int) -> int:
     return recurrence + (net.kernel - 1 + drafts) * width * 2
 
 
-def _group_layers(kinds: Iterable[int]) -> int:
+def _layers_per_group(kinds: Iterable[int]) -> int:
     counts = sorted(count for count in kinds if count) or [1]
     return counts[-1] if counts[-1] < 1.25 * counts[0] else counts[0]
 
@@ -201,16 +201,16 @@ def _grouped_shape(
     full = sum(layer.layers for layer in attention if layer.kind != "sliding")
     sliding = sum(layer.layers for layer in attention if layer.kind == "sliding")
     linear = sum(layer.layers for layer in states)
-    size = _group_layers([full, sliding, linear])
+    layers_per_group = _layers_per_group([full, sliding, linear])
     state_bytes = sum(layer.state_bytes + drafts * layer.draft_state_bytes for layer in states)
     block_tokens = max(1, math.ceil(state_bytes / token_bytes / page_tokens)) * page_tokens
     return CacheShape(
         block_tokens=block_tokens,
-        block_bytes=block_tokens * token_bytes * size,
-        attention_groups=math.ceil(full / size),
-        state_blocks=math.ceil(linear / size) * _states_per_request(profile),
-        window_groups=math.ceil(sliding / size),
-        # The tokens of a step are in the cache as well.
+        block_bytes=block_tokens * token_bytes * layers_per_group,
+        attention_groups=math.ceil(full / layers_per_group),
+        state_blocks=math.ceil(linear / layers_per_group) * _states_per_request(profile),
+        window_groups=math.ceil(sliding / layers_per_group),
+        # The cache also holds the tokens of the current step.
         window_tokens=max((layer.window_tokens for layer in attention), default=0)
         + profile.limits.max_batched_tokens,
     )

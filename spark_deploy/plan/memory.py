@@ -34,14 +34,14 @@ _BF16 = 2.0
 _FP8 = 1 + 2 / 128**2
 _NGRAM_BLOCK_BYTES = 4096
 NGRAM_CACHE_BYTES = 1 << 30
-"""Rows that the plugin keeps of an n-gram table in a file."""
+"""Memory in which the plugin caches rows of an n-gram table file."""
 # NVFP4: an 8-bit scale per group of 16.
 SCHEME_BYTES = {"int4": INT4_BYTES, "nvfp4": 0.5 + 1 / 16, "bf16": _BF16, "fp8": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Bytes of each part as the base checkpoint stores it, and as the recipe replaces it."""
+    """Bytes of each part, as stored in the base checkpoint and as replaced by a profile."""
 
     experts_bytes: int
     attention_bytes: int  # full attention and GDN projections
@@ -97,7 +97,7 @@ def weight_sizes(model: Architecture) -> Weights:
 
 
 def _attention_parameters(model: Architecture) -> int:
-    """Return the parameters of a full-attention layer; queries are doubled by their gate."""
+    """Return the parameter count of a full-attention layer. Its gate doubles the queries."""
     queries = 2 * model.attention_heads * model.head_width
     keys_values = 2 * model.kv_heads * model.head_width
     indexer = model.sparse_attention
@@ -107,22 +107,22 @@ def _attention_parameters(model: Architecture) -> int:
 
 
 def _mixer_parameters(model: Architecture) -> int:
-    """Return the parameters of a mixer: down, up, and the weights of a block's output."""
+    """Return the parameter count of a mixer: down and up projections, and output weights."""
     mixer = model.hyper_connections
     return model.hidden * mixer.streams * (2 * mixer.rank + mixer.streams) if mixer else 0
 
 
 def ngram_file_bytes(model: Architecture, profile: Profile) -> int:
-    """Return the bytes of the built n-gram table: whole rows in blocks with a checksum."""
-    table, chosen = model.ngram_table, profile.ngram_format
-    if table is None or chosen == "keep":
+    """Return the size of the built n-gram table in bytes. Blocks contain whole rows only."""
+    table, scheme = model.ngram_table, profile.ngram_format
+    if table is None or scheme == "keep":
         return 0
-    row_bytes = table.width * {"e2m1": 9, "e4m3": 16}[chosen] // 16  # e2m1: a scale per 16 values
+    row_bytes = table.width * {"e2m1": 9, "e4m3": 16}[scheme] // 16  # e2m1: a scale per 16 values
     return math.ceil(table.rows / (_NGRAM_BLOCK_BYTES // row_bytes)) * _NGRAM_BLOCK_BYTES
 
 
 def _delta_net_parameters(model: Architecture) -> int:
-    """Return the parameters of a gated delta net: qkv, z, a, b in; out."""
+    """Return the parameter count of a gated delta net: q, k, v, z, a, b and output projections."""
     net = model.linear_attention
     if net is None:
         return 0
@@ -135,15 +135,15 @@ class MtpLayer(NamedTuple):
 
     plain: float
     attention: float
-    expert: float  # each
+    expert: float  # per expert
 
 
 def mtp_layer_bytes(model: Architecture) -> MtpLayer:
     scheme = INT4_BYTES if model.mtp_scheme == "int4" else _BF16
     dense = 3 * model.hidden * model.shared_expert_width + model.experts * model.hidden
-    joining = 2 * model.hidden * model.hidden + 3 * _mixer_parameters(model)
+    projection = 2 * model.hidden * model.hidden + 3 * _mixer_parameters(model)
     return MtpLayer(
-        (dense + joining) * _BF16,
+        (dense + projection) * _BF16,
         _attention_parameters(model) * scheme,
         3 * model.hidden * model.expert_width * scheme,
     )
@@ -155,7 +155,7 @@ def served_architecture(model: Architecture, profile: Profile) -> Architecture:
 
 
 def plan_memory(model: Model, profile: Profile, settings: Settings) -> MemoryPlan:
-    """Return the memory plan of a model that fits (``missing_bytes`` is zero or less)."""
+    """Return the memory plan for a model that fits (``missing_bytes`` is zero or less)."""
     memory = settings.memory
     weights, drafter = loaded_bytes(model, profile, settings.ranks)
     runtime = runtime_bytes(model, profile)
@@ -180,10 +180,10 @@ def plan_memory(model: Model, profile: Profile, settings: Settings) -> MemoryPla
         full_context_users=round(blocks / shape.request_blocks(context), 2) if shape else None,
         needed_bytes=round(budget * START_MARGIN),
         floor_bytes=memory.floor_bytes,
-        # Rounded up when the cache size is fixed: the engine refuses a budget too small.
+        # Rounded up if the cache size is fixed, because the engine rejects a smaller budget.
         memory_fraction=math.ceil(round(budget / memory.total_bytes * 100, 6)) / 100,
         unknown=tuple(_unknown_sizes(model, profile)),
-        counted_by=f"{measured.by}, with contexts of up to {measured.context_tokens:,} tokens"
+        measured_by=f"{measured.by}, with contexts of up to {measured.context_tokens:,} tokens"
         if measured
         else "",
     )
@@ -194,28 +194,28 @@ def _unknown_sizes(model: Model, profile: Profile) -> Iterator[str]:
     drafts = profile.speculation
     if not isinstance(model, PlainModel):
         if drafts and drafts.repository:
-            yield "KV cache of the drafter: not computed next to layers with a state"
+            yield "KV cache of the drafter: cannot be computed for models with recurrent layers"
         return
     anatomy, drafter = model.anatomy, drafts.anatomy if drafts else None
     if anatomy is None or not anatomy.weights:
         yield "weights, context and KV cache: the repository's headers have not been read yet"
         return
     if anatomy.cache_unknown and measured_cache(model, profile) is None:
-        yield f"KV cache of a token: {anatomy.cache_unknown}"
+        yield f"KV cache per token: {anatomy.cache_unknown}"
     elif drafter is not None and drafter.cache_unknown:
-        yield f"KV cache of a token, the drafter's: {drafter.cache_unknown}"
+        yield f"KV cache of the drafter per token: {drafter.cache_unknown}"
     elif relative_cache_size(profile.kv_cache.dtype) is None and anatomy.cache:
-        yield f"KV cache of a token: not computed for {profile.kv_cache.dtype}"
+        yield f"KV cache per token: cannot be computed for {profile.kv_cache.dtype}"
     if anatomy.context_tokens is None:
         yield "maximum context length: config.json does not state it; set engine.max_context_tokens"
 
 
 def missing_bytes(model: Model, profile: Profile, settings: Settings) -> int:
-    """Return the bytes missing for a request of full length; zero or less if it fits."""
+    """Return the bytes missing for a full-length request; zero or less if it fits."""
     fixed = sum(loaded_bytes(model, profile, settings.ranks)) + runtime_bytes(model, profile)
     budget = _budget_bytes(profile, settings, fixed)
     shape = cache_shape(model, profile, settings.ranks)
-    # With an unknown cache size the engine itself reports at the start whether a request fits.
+    # If the cache size is unknown, the engine reports at startup whether a request fits.
     blocks = shape.request_blocks(context_tokens(model, profile)) if shape else 0
     request = blocks * shape.block_bytes if shape else 0
     available = settings.memory.total_bytes - settings.reserved_bytes
@@ -223,7 +223,7 @@ def missing_bytes(model: Model, profile: Profile, settings: Settings) -> int:
 
 
 def _budget_bytes(profile: Profile, settings: Settings, fixed_bytes: int) -> int:
-    """Return the engine's memory limit: the configured fraction, less if the reserve needs it."""
+    """Return the engine's memory limit: the configured fraction, or less because of the reserve."""
     memory = settings.memory
     if profile.kv_cache.size_bytes:
         return fixed_bytes + profile.kv_cache.size_bytes
@@ -235,7 +235,7 @@ def _budget_bytes(profile: Profile, settings: Settings, fixed_bytes: int) -> int
 
 
 def loaded_bytes(model: Model, profile: Profile, ranks: int = 1) -> tuple[int, int]:
-    """Return the bytes that each rank loads: of the weights, and of the drafter.
+    """Return the bytes of weights and of the drafter that each rank loads.
 
     Routers, hyper-connections, vision tower, adapters and separate drafters are not split.
     """
@@ -267,14 +267,14 @@ def _model_bytes(model: Model, profile: Profile, ranks: int) -> tuple[int, int]:
 
 
 def draft_vocabulary_share(model: Architecture, profile: Profile) -> float | None:
-    """Return the share of the LM head's rows that the drafter has a copy of; None without one."""
+    """Return the share of LM head rows that the drafter copies; ``None`` if it has no copy."""
     drafts = profile.speculation
     count = drafts.draft_vocabulary_tokens if drafts else None
     return min(1.0, count / model.vocabulary) if count else None
 
 
 def attention_bytes(model: Architecture, profile: Profile) -> int:
-    """Return the bytes of the attention projections; `tensors.swap` lists 16-bit ones as well."""
+    """Return the size of the attention projections; FP8 profiles also convert 16-bit ones."""
     sizes = weight_sizes(model)
     swapped = model.attention_scheme == "bf16" and profile.shared_experts.startswith("fp8")
     return sizes.attention_fp8_bytes if swapped else sizes.attention_bytes
@@ -291,7 +291,7 @@ def vision_bytes(model: Model, profile: Profile) -> int:
 def runtime_bytes(model: Model, profile: Profile) -> int:
     """Return the memory that the engine needs in addition to weights and cache.
 
-    TurboQuant unpacks the cache into two 16-bit buffers of the longest context during prefill.
+    TurboQuant unpacks the cache into two 16-bit buffers for the maximum context during prefill.
     """
     buffers_bytes = 0
     if profile.kv_cache.dtype in TURBOQUANT and isinstance(model, HybridModel):

@@ -30,13 +30,13 @@ from spark_deploy.plan.types import (
     ServicePlan,
 )
 
-_DELAY_S = 60
-_MARGIN_S = 600
-_BURST = 3  # failing starts
+_RESTART_DELAY_S = 60
+_INTERVAL_MARGIN_S = 600
+_BURST = 3  # failed starts
 _STARTING_STEPS = 3  # ExecStartPre, ExecStart, ExecStartPost: systemd limits each separately
 _STOPPING_STEPS = 3  # ExecStop, the signals, ExecStopPost: likewise
-# The counters include a prompt only when it was read completely. Far below a Spark's speed (3,317
-# tokens/s were published for two of them at 2K), because reading slows down with the context.
+# The counters include a prompt only after it has been read completely. This is far below a Spark's
+# speed (3,317 tokens/s were published for two at 2K), because long contexts slow reading down.
 _SLOWEST_PROMPT_TOKENS_PER_S = 1000
 _HOT_CELSIUS = 90  # boards switch themselves off near 105 without an event
 _BENCH_WORSE_PERCENT = 15
@@ -62,12 +62,12 @@ def start_limits(release: Release) -> dict[str, float]:
     """Return the restart delay, and after how many starts in which interval systemd gives up.
 
     The interval covers starts in which every step times out, so that such an engine does not
-    restart indefinitely. As many crashes of a working engine within it also stop the service.
+    restart indefinitely. The service also stops if a working engine crashes as often within it.
     """
     starting_s = _STARTING_STEPS * _start_step_s(release)
     stopping_s = _STOPPING_STEPS * _stop_step_s(release)
-    interval_s = _BURST * (starting_s + stopping_s + _DELAY_S) + _MARGIN_S
-    return {"delay_s": _DELAY_S, "burst": _BURST, "interval_s": interval_s}
+    interval_s = _BURST * (starting_s + stopping_s + _RESTART_DELAY_S) + _INTERVAL_MARGIN_S
+    return {"delay_s": _RESTART_DELAY_S, "burst": _BURST, "interval_s": interval_s}
 
 
 def _start_step_s(release: Release) -> float:
@@ -110,7 +110,7 @@ def _files(release: Release) -> tuple[ManagedFile, ...]:
 
 
 def _cluster_drop_ins(release: Release) -> Iterator[ManagedFile]:
-    """Yield drop-ins that limit the network access to members of the cluster."""
+    """Yield drop-ins that limit network access to cluster members."""
     if release.cluster is not None:
         addresses = " ".join(member.address for member in release.cluster.members)
         path = f"{units.drop_in_dir(units.WATCH.unit(release.name))}/50-cluster.conf"
@@ -135,11 +135,11 @@ def _socket_mount(service: str) -> ManagedFile:
 
 
 def plan_release(
-    service: str, resolved: Resolved, pair: ModelPlan, fabric: Mapping[str, Ports]
+    service: str, resolved: Resolved, artifacts: ModelPlan, fabric: Mapping[str, Ports]
 ) -> Release:
     model, profile = resolved.model, resolved.profile
     settings, memory, serve = resolved.settings, resolved.memory, resolved.settings.serve
-    image, tree = pair.image, pair.served_checkpoint
+    image, tree = artifacts.image, artifacts.served_checkpoint
     names = serve.names_of(model.name)
     middleware, defaults = _request_defaults(serve, profile, plugin=image.plugin)
     release = Release(
@@ -154,14 +154,16 @@ def plan_release(
             plugin=image.context_digest[:12],
         ),
         tree=Tree(tree.dir, tree.digest),
-        companions=tuple(Tree(part.source.dir, part.source.digest) for part in pair.companions),
+        companions=tuple(
+            Tree(part.source.dir, part.source.digest) for part in artifacts.companions
+        ),
         engine=contract.Engine(
             argv=(*engine.engine_arguments(model, profile, memory, names), *middleware),
             env={**engine.engine_environment(profile, image, serve.start_timeout_s), **defaults},
             mounts=(
                 Mount(tree.dir, engine.MODEL_MOUNT, True),
-                *(Mount(part.source.dir, part.target, True) for part in pair.companions),
-                Mount(pair.cache_dir, engine.CACHE_MOUNT, False),
+                *(Mount(part.source.dir, part.target, True) for part in artifacts.companions),
+                Mount(artifacts.cache_dir, engine.CACHE_MOUNT, False),
             ),
             docker_args=engine.container_arguments(settings.engine.cpuset_cpus),
             user=ENGINE_USER,
@@ -174,7 +176,7 @@ def plan_release(
         timeouts=contract.Timeouts(serve.start_timeout_s, serve.stop_timeout_s, serve.drain_s),
         check=_check_plan(resolved, plugin=image.plugin),
         watch=contract.Watch(
-            # The longest prompt must not reach the limit while it is read.
+            # Reading the longest prompt must not reach the limit.
             max(
                 settings.watch.stall_s,
                 -(-context_tokens(model, profile) // _SLOWEST_PROMPT_TOKENS_PER_S),
@@ -199,8 +201,9 @@ def _request_defaults(
     if not serve.defaults:
         return (), {}
     if not plugin:
-        what = f"profile {profile.name} has no plugin, which adds them to requests"
-        raise PlanError.one("serve.defaults", what, "choose a profile with plugin: true, or remove")
+        what = f"profile {profile.name} lacks the plugin, which applies request defaults"
+        fix = "choose a profile with plugin: true, or remove serve.defaults"
+        raise PlanError.one("serve.defaults", what, fix)
     values = {name: defaults.request for name, defaults in serve.defaults.items()}
     variable = {"SPARK_REQUEST_DEFAULTS": json.dumps(values, sort_keys=True)}
     return ("--middleware", "spark_vllm.served_names.RequestDefaults"), variable
@@ -241,7 +244,7 @@ def _check_plan(resolved: Resolved, *, plugin: bool) -> CheckPlan:
         reasoning=model.check.reasoning and model.parsers.reasoning is not None,
         repeat=model.check.repeat and not pools,
         conversation=model.check.conversation,
-        # Only for `spark-check --deep`: such a prompt needs minutes.
+        # Only for `spark-check --deep`, because such a prompt takes minutes.
         needle=None if pools else contract.Needle(longest * 3 // 4),
         image=profile.vision and has_vision,
         acceptance_floor=profile.check.acceptance_floor if profile.speculation else None,
@@ -266,8 +269,8 @@ def _check_plan(resolved: Resolved, *, plugin: bool) -> CheckPlan:
 def timer_files(schedule: Sequence[ScheduledPlan]) -> tuple[ManagedFile, ...]:
     """Return a timer for each scheduled release.
 
-    It starts the same unit as a deploy, with check and rollback. A time that passes while the host
-    is off is skipped.
+    A timer starts the same unit as a deploy, with check and rollback. Times that pass while the
+    host is off are skipped.
     """
     times: dict[str, str] = {}
     for change in schedule:

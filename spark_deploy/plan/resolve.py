@@ -69,10 +69,10 @@ def with_drafts(profile: Profile, tokens: int) -> Profile:
     )
 
 
-def _override_fields(part: _Part, chosen: Mapping[str, Any]) -> _Part:
+def _override_fields(part: _Part, overrides: Mapping[str, Any]) -> _Part:
     changed: dict[str, Any] = {}
     for item in fields(part):
-        value, old = chosen.get(item.name), getattr(part, item.name)
+        value, old = overrides.get(item.name), getattr(part, item.name)
         if value not in (None, {}) and value is not old:
             changed[item.name] = {**old, **value} if isinstance(value, dict) else value
     return replace(part, **changed) if changed else part
@@ -91,11 +91,11 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A model and profile that fit into memory and pass all rules."""
+    """A model and profile that fit in memory and pass all rules."""
 
     model: Model
     profile: Profile  # with the host's settings applied
-    settings: Settings  # of this pair
+    settings: Settings  # for this model and profile
     memory: MemoryPlan
     warnings: tuple[str, ...]
 
@@ -103,7 +103,7 @@ class Resolved:
 def resolve(settings: Settings, catalog: Catalog) -> Resolved:
     """Return model and profile of the settings.
 
-    Raises SparkError with every reason why they cannot be served, and required changes.
+    Raises SparkError with every reason why they cannot be served, and how to fix it.
     """
     resolved = _fitting(settings, catalog)
     if resolved is None:
@@ -121,17 +121,17 @@ def resolve_service(settings: Settings, name: str, catalog: Catalog) -> Resolved
         raise PlanError(_prefixed(f"services.{name}", error.problems)) from error
     if resolved is None:
         model, profile = model_and_profile(service, catalog)
-        granted = settings.services[name].memory_bytes
-        needed = granted + missing_bytes(model, profile, service)
+        configured = settings.services[name].memory_bytes
+        needed = configured + missing_bytes(model, profile, service)
         # The engine's memory fraction has two decimals here.
         hundredths = -(-needed * 100 // service.memory.total_bytes)
-        enough = math.ceil(hundredths * service.memory.total_bytes / 100 / GIB * 10) / 10
+        required_gib = math.ceil(hundredths * service.memory.total_bytes / 100 / GIB * 10) / 10
         what = (
             f"{model.name} with {profile.name} and one request of "
-            f"{context_tokens(model, profile):,} tokens need {gib(needed)}, memory_gib is "
-            f"{gib(granted)}"
+            f"{context_tokens(model, profile):,} tokens need {gib(needed)}, but memory_gib is "
+            f"{gib(configured)}"
         )
-        fix = f"set memory_gib to {enough}, or lower engine.max_context_tokens"
+        fix = f"set memory_gib to {required_gib}, or lower engine.max_context_tokens"
         raise PlanError.one(f"services.{name}", what, fix)
     return resolved
 
@@ -148,10 +148,10 @@ def plan_problems(
     for name in settings.services:
         service = functools.partial(resolve_service, settings, name, catalog)
         problems += _problems(service, settings, engines)
-    for pair in settings.ready_models:
-        ready = settings.with_model(pair)
+    for entry in settings.ready_models:
+        ready = settings.with_model(entry)
         more = _problems(functools.partial(resolve, ready, catalog), ready, engines)
-        problems += _prefixed(f"keep_ready {pair.model} with {pair.profile}", more)
+        problems += _prefixed(f"keep_ready {entry.model} with {entry.profile}", more)
     return problems
 
 
@@ -198,7 +198,7 @@ def _problems(
     return list(rails.engine_problems(resolved.model, resolved.profile, settings, engines))
 
 
-# Suggestions for a pair that does not fit, each checked like a plan, guard rails included.
+# Suggestions if a model and profile do not fit. Each is checked like a plan, with guard rails.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -234,7 +234,7 @@ def _memory_error(
     fix = "; or ".join([*changes, *smaller][:_MAX_SUGGESTIONS])
     if not changes:
         fix = (
-            f"no setting makes it fit, its weights alone are {gib(weights)}: "
+            f"no setting makes it fit, because its weights alone are {gib(weights)}: "
             f"{fix or 'choose a smaller model'}"
         )
     if not usual and (count := _hosts_needed(settings, fits)):
@@ -252,7 +252,7 @@ def _hosts_needed(settings: Settings, fits: Fits) -> int | None:
 
 
 def _suggestions(adjustments: Sequence[Adjustment], settings: Settings, fits: Fits) -> list[str]:
-    """Return up to three suggestions, the least intrusive first: single changes, then pairs."""
+    """Return up to three suggestions, single changes first."""
     suggestions: dict[tuple[Adjustment, ...], str] = {}
     sizes = range(1, len({adjustment.setting for adjustment in adjustments}) + 1)
     for chosen in (group for size in sizes for group in itertools.combinations(adjustments, size)):
@@ -262,10 +262,8 @@ def _suggestions(adjustments: Sequence[Adjustment], settings: Settings, fits: Fi
         if has_repeats or any(set(earlier) <= set(chosen) for earlier in suggestions):
             continue
         if values := _smallest_changes(chosen, settings, fits):
-            pairs = zip(chosen, values, strict=True)
-            suggestions[chosen] = " and ".join(
-                adjustment.advice.format(value) for adjustment, value in pairs
-            )
+            advice = [a.advice.format(value) for a, value in zip(chosen, values, strict=True)]
+            suggestions[chosen] = " and ".join(advice)
     return list(suggestions.values())
 
 
@@ -354,13 +352,13 @@ def _adjustments(
 
 
 def _all_fractions(catalog: Catalog) -> list[float]:
-    """Return every memory fraction, in hundredths, that no guard rail refuses by itself."""
-    refused = (
+    """Return every memory fraction, in hundredths, that no guard rail rejects by itself."""
+    limits = (
         rail.applies["memory_fraction"].get("above", 1.0)
         for rail in catalog.rails
         if rail.effect == "refuse" and [*rail.applies] == ["memory_fraction"]
     )
-    highest = min(refused, default=_USUAL_FRACTION)
+    highest = min(limits, default=_USUAL_FRACTION)
     return [number / 100 for number in range(1, 101) if number / 100 <= highest]
 
 

@@ -27,12 +27,13 @@ from spark_deploy.plan.memory import (
 BANDWIDTH_BYTES_PER_S = 273e9  # of a Spark's memory, by the data sheet
 # Efficiency relative to that bandwidth. Community reports of INT4 kernels:
 LARGE_INT4 = 0.84
-# Arithmetic of a prompt on a host: half of the 3,382 tokens/s reported for two Sparks and the 122B
-# with prompts of 2,048 tokens (proofs/speed-model.md). Attention is assumed as fast.
+# Arithmetic speed for prompts on one host: half of the 3,382 tokens/s reported for the 122B on two
+# Sparks with 2,048-token prompts (proofs/speed-model.md). Attention is assumed to be as fast.
 PROMPT_FLOPS_PER_S = 2.86e13
-# Fitted with LAYER_S on two published figures: 28.3 and 30.8 tokens/s of profiles base and hybrid.
+# Fitted with LAYER_OVERHEAD_S to two published figures: 28.3 and 30.8 tokens/s for the profiles
+# base and hybrid.
 SMALL = 0.578
-LAYER_S = 92e-6  # launches, norms, routing and waiting, for each layer of a step
+LAYER_OVERHEAD_S = 92e-6  # launches, norms, routing and waiting, for each layer of a step
 # Relative to the bandwidth of the H200 that measured it (proofs/results/gpu/lm-head.json, batch 1).
 HEADS = {"keep": 0.96, "int8-g128": 0.81, "int8-triton": 0.99}
 # Longer than FlashAttention, for each attention layer of a step or draft: reported for upstream's
@@ -74,9 +75,9 @@ class Calibration:
     reports: int = 0
 
 
-def calibrated(pairs: Iterable[tuple[float, float]]) -> Calibration:
-    """Return the median of measured over computed; 1 without measurements."""
-    ratios = [measured / computed for measured, computed in pairs]
+def calibrated(speeds: Iterable[tuple[float, float]]) -> Calibration:
+    """Return the median of measured over computed speed, or 1 without measurements."""
+    ratios = [measured / computed for measured, computed in speeds]
     return Calibration(statistics.median(ratios), len(ratios)) if ratios else Calibration()
 
 
@@ -92,18 +93,18 @@ def compute_speed(
 
 
 def tokens_per_step(drafts: int) -> float:
-    """Return the tokens of a request per step: 1 plus accepted drafts."""
+    """Return the tokens per request and step: 1 plus accepted drafts."""
     return 1 + sum(FIRST_ACCEPTED * LATER_ACCEPTED**draft for draft in range(drafts))
 
 
 def expected_experts(model: Architecture, tokens: int) -> float:
-    """Return the expected experts per layer if tokens choose independently."""
+    """Return the expected number of experts per layer if tokens choose independently."""
     skipped = 1 - model.experts_per_token / model.experts  # by a token
     return model.experts * float(1 - skipped**tokens)
 
 
 def first_token_s(model: Architecture, tokens: int, cached_tokens: int = 0) -> float:
-    """Return the computed time to read ``tokens`` after those that the prefix cache has."""
+    """Return the computed time to read ``tokens``, in addition to ``cached_tokens``."""
     sizes = weight_sizes(model)
     experts = sizes.experts_bytes * model.experts_per_token / model.experts
     weights = experts / SCHEME_BYTES[model.experts_scheme]
@@ -126,8 +127,8 @@ def next_turn_s(
 
     Prefix caching finds all but the last block of the session, on average half a block.
     """
-    known = max(0, session_tokens - block_tokens // 2) if profile.prefix_caching else 0
-    return first_token_s(model, session_tokens + new_tokens - known, known)
+    cached = max(0, session_tokens - block_tokens // 2) if profile.prefix_caching else 0
+    return first_token_s(model, session_tokens + new_tokens - cached, cached)
 
 
 def best_speedup(model: HybridModel, profile: Profile) -> Speedup | None:
@@ -175,7 +176,7 @@ def _step_parts(
     if indexer := model.sparse_attention:
         index = context_tokens / indexer.compression * indexer.index_width * 2
         yield "index", _seconds(requests * model.attention_layers * index, LARGE_INT4)
-    yield "launches", model.layers * LAYER_S
+    yield "launches", model.layers * LAYER_OVERHEAD_S
     if profile.kv_cache.dtype in TURBOQUANT:
         yield "TurboQuant", (model.attention_layers + drafts * model.mtp_layers) * TURBOQUANT_S
     if drafts:
@@ -185,11 +186,11 @@ def _step_parts(
 
 
 def _mtp_layer_s(model: Architecture, requests: int) -> float:
-    """Return the time of a draft's MTP layer; INT4 runs the kernels of the model's layers."""
+    """Return the time for an MTP layer per draft; INT4 uses the same kernels as the model."""
     mtp = mtp_layer_bytes(model)
     replaceable = mtp.attention + expected_experts(model, requests) * mtp.expert
     efficiency = LARGE_INT4 if model.mtp_scheme == "int4" else SMALL
-    return _seconds(mtp.plain, SMALL) + _seconds(replaceable, efficiency) + LAYER_S
+    return _seconds(mtp.plain, SMALL) + _seconds(replaceable, efficiency) + LAYER_OVERHEAD_S
 
 
 def _seconds(size_bytes: float, efficiency: float) -> float:

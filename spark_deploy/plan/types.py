@@ -140,7 +140,7 @@ class CheckpointPlan:
     donor: LockedSource | None
     output_bytes: int  # new bytes on disk (overlay: the small shard only)
     donor_bytes: int  # of the swapped tensors, read as ranges
-    keep_base: bool  # False: remove the base once the checkpoint serves and is proven
+    keep_base: bool  # False: remove the base once the checkpoint is proven
 
     @property
     def dir(self) -> str:
@@ -208,19 +208,23 @@ class MemoryPlan:
     floor_bytes: int  # spark-watch stops the engine below this
     memory_fraction: float  # gpu_memory_utilization
     unknown: tuple[str, ...] = ()  # values that could not be computed, and why
-    counted_by: str = ""  # source of a measured cache size
+    measured_by: str = ""  # source of a measured cache size
 
     @property
     def engine_bytes(self) -> int:
         return self.weights_bytes + self.drafter_bytes + self.graphs_bytes
 
     @property
-    def left_bytes(self) -> int:
+    def free_bytes(self) -> int:
         return self.total_bytes - self.engine_bytes - self.kv_cache_bytes
 
-    def counted_tokens(self, longest: int) -> int | None:
-        """Return the engine's own figure: requests of full length, each with a state."""
-        return None if self.full_context_users is None else int(self.full_context_users * longest)
+    def counted_tokens(self, request_tokens: int) -> int | None:
+        """Return the capacity as the engine counts it: full-length requests, each with a state."""
+        return (
+            None
+            if self.full_context_users is None
+            else int(self.full_context_users * request_tokens)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +248,7 @@ class TlsPlan:
 
 @dataclass(frozen=True, slots=True)
 class GatewayPlan:
-    """The only network access. It belongs to the service, so changes never restart the engine."""
+    """The only network access. It belongs to the service, so a change never restarts the engine."""
 
     settings: Gateway
     address: str | None  # the host's address for network clients
@@ -303,7 +307,7 @@ class BootstrapPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BasePlan:
-    """Packages and host care that need no GPU, and the folders to create."""
+    """Packages and host settings that need no GPU, and the folders to create."""
 
     settings: BaseSettings
     packages: tuple[str, ...]

@@ -7,7 +7,7 @@ pytest.importorskip("vllm")
 import torch
 
 from proofs import stages
-from proofs.engine.profile_cases import HEAD_TIMES
+from proofs.engine.profile_cases import HEAD_TIMINGS_PATH
 
 PARALLEL_ENGINES = {
     "eager": 8,
@@ -35,7 +35,7 @@ def test_every_judged_row_passes(stage, trees, tmp_path, results, request):
     if stage == "quality":
         request.getfixturevalue("quality_trees")
     if stage == "head-choice":
-        for path in HEAD_TIMES.values():
+        for path in HEAD_TIMINGS_PATH.values():
             Path(path).unlink(missing_ok=True)
     rows = stages.prove(stage, trees, tmp_path, results, at_once=PARALLEL_ENGINES[stage])
     assert [row for row in rows if row["passed"] is False] == []

@@ -144,7 +144,7 @@ def test_plan_uses_the_kv_cache_size_that_the_engine_reported(site, guest):
     assert result.returncode == 0, result.stderr
     memory = planned(site)["memory"]
     assert memory["kv_tokens"] == pytest.approx(counted_tokens(guest), rel=0.01)
-    assert memory["counted_by"].startswith(f"{NAME}, {guest.release()}")
+    assert memory["measured_by"].startswith(f"{NAME}, {guest.release()}")
     site.deploy().assert_unchanged()
 
 

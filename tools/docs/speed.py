@@ -16,7 +16,7 @@ from spark_deploy.plan.speed import (
     HEADS,
     LARGE_INT4,
     LATER_ACCEPTED,
-    LAYER_S,
+    LAYER_OVERHEAD_S,
     MAX_DRAFTS,
     PROMPT_FLOPS_PER_S,
     SMALL,
@@ -45,7 +45,7 @@ NUMBERS = (
         "assumed equal to INT4 kernels",
     ),
     ("shared experts, routers, 16-bit drafter", f"{SMALL:.1%} of bandwidth", "fitted"),
-    ("constant time per layer", f"{LAYER_S * 1e6:.0f} µs", "fitted"),
+    ("constant time per layer", f"{LAYER_OVERHEAD_S * 1e6:.0f} µs", "fitted"),
     (
         "extra time for TurboQuant, per attention layer",
         f"{TURBOQUANT_S * 1e6:.0f} µs",

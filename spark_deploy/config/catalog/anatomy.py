@@ -23,15 +23,15 @@ class CacheLayers:
     )
     state_bytes: int = Field(default=0, ge=0, description="Per layer and request.")
     draft_state_bytes: int = Field(default=0, ge=0)
-    """Of these, more for each draft token."""
+    """Additional bytes per draft token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class CountedCache:
     """KV-cache size measured by an engine because it cannot be computed."""
 
-    kv_cache: str = Field(description="Type of the cache that it counted.")
-    context_tokens: int = Field(ge=1, description="Longest context that it was started with.")
+    kv_cache: str = Field(description="Cache type that was measured.")
+    context_tokens: int = Field(ge=1, description="Maximum context of that engine.")
     token_bytes: int = Field(ge=1, description="Bytes per token over all layers.")
     by: str = Field(max_length=200, description="Host and release of the measurement.")
 
@@ -47,7 +47,7 @@ class Anatomy:
     """Shell patterns of files that are not downloaded and were not read."""
     architecture: str = Field(default="", description="Class that config.json names.")
     model_type: str = Field(default="", description="Type that config.json names.")
-    quantisation: str = ""
+    quantization: str = ""
     """Quantization in config.json; empty: none."""
     weights: dict[str, int] = Field(
         default_factory=dict,
@@ -56,11 +56,11 @@ class Anatomy:
     """Bytes that are always loaded, by dtype."""
     repeats_names: bool = Field(default=False, description="Some tensors are stored twice.")
     vision_bytes: int = Field(default=0, ge=0)
-    """Towers and projectors of pictures and sound."""
+    """Bytes of the vision and audio towers and projectors."""
     drafter_bytes: int = Field(default=0, ge=0)
-    """The model's own layers of speculation."""
+    """Bytes of the built-in drafter."""
     context_tokens: PositiveInt | SkipJsonSchema[None] = None
-    """Longest context of config.json."""
+    """Maximum context in config.json."""
     width: PositiveInt | SkipJsonSchema[None] = Field(default=None, description="hidden_size.")
     expert_width: PositiveInt | SkipJsonSchema[None] = None
     """moe_intermediate_size."""

@@ -43,10 +43,10 @@ class HyperConnections:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class NgramTable:
-    """Embedding table of n-grams, of which a token reads a few rows (config.json: ple_*)."""
+    """Embedding table of n-grams; a token reads a few of its rows (config.json: ple_*)."""
 
     rows: int = Field(ge=1, description="Rows of the padded table.")
-    width: int = Field(ge=1, description="ple_embed_dim divided by the rows of a token.")
+    width: int = Field(ge=1, description="ple_embed_dim divided by the rows per token.")
     rows_per_token: int = Field(ge=1, description="(ngram_size - 1) * heads_per_ngram.")
     format: Literal["bf16", "fp8"] = Field(description="How the base stores it.")
 
@@ -60,8 +60,8 @@ class Architecture:
     """Every n-th layer has full attention; the rest are gated delta nets."""
     hidden: int = Field(ge=1, description="hidden_size.")
     vocabulary: int = Field(ge=1, description="vocab_size.")
-    experts: int = Field(ge=1, description="Experts of a layer.")
-    experts_per_token: int = Field(ge=1, description="Routed experts of a token.")
+    experts: int = Field(ge=1, description="Experts per layer.")
+    experts_per_token: int = Field(ge=1, description="Routed experts per token.")
     expert_width: int = Field(ge=1, description="moe_intermediate_size.")
     shared_expert_width: int = Field(ge=1, description="shared_expert_intermediate_size.")
     attention_heads: int = Field(ge=1)

@@ -11,7 +11,7 @@ from spark_deploy.config.settings.patterns import RailName
 
 _COMPARISONS = {
     "is": {"description": "Equal to this value."},
-    "starts_with": {"description": "Text beginning.", "type": "string"},
+    "starts_with": {"description": "Starts with this text.", "type": "string"},
     "above": {"description": "Greater than this number.", "type": "number"},
     "below": {"description": "Less than this number.", "type": "number"},
     "below_fact": {"description": "Less than another fact.", "type": "string"},
@@ -20,7 +20,7 @@ _COMPARISONS = {
         "description": "Whether a list has items; the message names them.",
         "type": "boolean",
     },
-    "contains": {"description": "Text inside, in small letters.", "type": "string"},
+    "contains": {"description": "Contains this lowercase text.", "type": "string"},
 }
 COMPARISON: Schema = {
     "description": "One comparison.",
@@ -64,14 +64,16 @@ class GuardRail:
         min_length=1, json_schema_extra={"additionalProperties": COMPARISON}
     )
     """Conditions on facts of the planned release; all must be true."""
-    effect: Literal["refuse", "warn"] = Field(description="refuse the plan or warn in it.")
+    effect: Literal["refuse", "warn"] = Field(
+        description="refuse: reject the plan; warn: print a warning."
+    )
     reason: str = Field(description="Consequence, in a sentence.")
     fix: str = Field(description="The alternative.")
     evidence: Literal["measured", "read", "reported"]
     """measured: in our result files; read: in source code; reported: by other users."""
-    source: str = Field(description="Where this is known from.")
+    source: str = Field(description="Source of this knowledge.")
     may_be_overridden: bool = False
-    """Whether `override_rails` of a host may name a refusing rail; it warns then."""
+    """Whether a host's `override_rails` may turn a rejecting rail into a warning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
@@ -94,10 +96,10 @@ class Question:
 class Part:
     """A part of the project, with evidence and open questions."""
 
-    part: str = Field(min_length=1, description="What it is.")
-    lab: str = Field(description="Evidence of the virtual lab.")
-    gpu: str = Field(description="Evidence of other GPUs than a Spark's.")
-    questions: tuple[Question, ...] = Field(min_length=1, description="What is open.")
+    part: str = Field(min_length=1, description="Name of the part.")
+    lab: str = Field(description="Evidence from the virtual lab.")
+    gpu: str = Field(description="Evidence from GPUs other than a Spark's.")
+    questions: tuple[Question, ...] = Field(min_length=1, description="Open questions.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)

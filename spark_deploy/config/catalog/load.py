@@ -1,4 +1,4 @@
-"""Read ``catalog/``: models, profiles with the changes of each model, guard rails."""
+"""Read ``catalog/``: models, profiles with the changes for each model, guard rails."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -32,7 +32,7 @@ _NOT_INHERITED = ("summary", "choose_when", "published", "stage", "proven")
 
 
 def read_catalog(checkout: Path = CHECKOUT, *, user_dir: Path | None = None) -> Catalog:
-    """Return the catalog; files are read on first use, and a mistake affects only one name.
+    """Return the catalog. Files are read on first use, so a mistake affects only one name.
 
     ``user_dir`` contains the user's ``catalog/``, whose files replace shipped files.
     """
@@ -52,23 +52,23 @@ def read_catalog(checkout: Path = CHECKOUT, *, user_dir: Path | None = None) -> 
             return None
         with _collecting_problems(broken, f"profiles/{name}"):
             data = files.merged("profiles", name, excluded_keys=_NOT_INHERITED)
-            shown = f"catalog/profiles/{name}.yml"
-            return _validate(_CheckedProfile, data, profile_schema, shown, name=name), data
+            label = f"catalog/profiles/{name}.yml"
+            return _validate(_CheckedProfile, data, profile_schema, label, name=name), data
 
-    def profile_for_model(pair: tuple[str, str]) -> Profile | None:
-        name, model = pair
+    def profile_for_model(key: tuple[str, str]) -> Profile | None:
+        name, model = key
         if name not in profiles or model not in models:
             return None
-        with _collecting_problems(broken, *pair):
+        with _collecting_problems(broken, *key):
             return _apply_model_changes(models[model], *profiles[name], profile_schema)
 
     models: Mapping[str, Model] = LazyMapping(names["models"], read_model)
     profiles = LazyMapping(names["profiles"], read_profile)
-    pair_names = [(profile, model) for profile in names["profiles"] for model in names["models"]]
-    pairs = LazyMapping(pair_names, profile_for_model)
+    keys = [(profile, model) for profile in names["profiles"] for model in names["models"]]
+    for_models = LazyMapping(keys, profile_for_model)
     rails = _read_shipped(GuardRails, "guard_rails", checkout).rails
     engines = _read_shipped(Engines, "engines", checkout)
-    return Catalog(models, pairs, rails, engines, broken, files.replaced)
+    return Catalog(models, for_models, rails, engines, broken, files.replaced)
 
 
 @contextmanager
@@ -103,7 +103,7 @@ class _CatalogFiles:
 
     def merged(self, kind: str, name: str, excluded_keys: tuple[str, ...] = ()) -> _Data:
         """Return a file merged over its ``based_on`` file, without the ``excluded_keys`` keys."""
-        shown = f"catalog/{kind}/{name}.yml"
+        label = f"catalog/{kind}/{name}.yml"
         data = self._read(kind, name)
         parent = data.pop("based_on", None)
         if parent is None:
@@ -111,16 +111,16 @@ class _CatalogFiles:
         base = self._read(kind, parent, shipped=parent == name)
         if "based_on" in base:
             message = f"is based on {parent}, which is itself based on another file"
-            raise CatalogError.one(shown, message, f"base it on {base['based_on']} directly")
+            raise CatalogError.one(label, message, f"base it on {base['based_on']} directly")
         inherited = {key: value for key, value in base.items() if key not in excluded_keys}
         return merge(inherited, data, keep_on_null=False)
 
     def _read(self, kind: str, name: object, *, shipped: bool = False) -> _Data:
         """Read a file; ``shipped`` ignores a user's file of the same name."""
-        shown = f"catalog/{kind}/{name}.yml"
-        path = self.checkout / shown
+        label = f"catalog/{kind}/{name}.yml"
+        path = self.checkout / label
         path = path if shipped else self.paths[kind].get(str(name), path)
-        data, problems = read_mapping(path, shown=shown)
+        data, problems = read_mapping(path, label=label)
         if problems:
             raise CatalogError(problems)
         return data
@@ -141,13 +141,13 @@ def read_families() -> Families:
 
 
 def _read_model(name: str, files: _CatalogFiles) -> Model:
-    shown = f"catalog/models/{name}.yml"
+    label = f"catalog/models/{name}.yml"
     data = files.merged("models", name)
     if data.get("kind") == "plain":
         schema = load_schema("plain_model", checkout=files.checkout)
-        return _validate(_CheckedPlain, data, schema, shown, name=name)
+        return _validate(_CheckedPlain, data, schema, label, name=name)
     schema = load_schema("model", checkout=files.checkout)
-    return _validate(_CheckedHybrid, data, schema, shown, name=name)
+    return _validate(_CheckedHybrid, data, schema, label, name=name)
 
 
 def _apply_model_changes(model: Model, profile: Profile, data: _Data, schema: Schema) -> Profile:
@@ -156,26 +156,26 @@ def _apply_model_changes(model: Model, profile: Profile, data: _Data, schema: Sc
     for change in changes:
         data = merge(data, change, keep_on_null=False)
     if changes:
-        shown = f"catalog/models/{model.name}.yml: changes of profile {profile.name}"
-        profile = _validate(_CheckedProfile, data, schema, shown, name=profile.name)
+        label = f"catalog/models/{model.name}.yml: changes of profile {profile.name}"
+        profile = _validate(_CheckedProfile, data, schema, label, name=profile.name)
     return dataclasses.replace(profile, engine_mode=model.image.engine_mode)
 
 
 def _read_shipped(kind: type[_Document], name: str, checkout: Path) -> _Document:
-    shown = f"catalog/{name}.yml"
-    data, problems = read_mapping(checkout / shown, shown=shown)
+    label = f"catalog/{name}.yml"
+    data, problems = read_mapping(checkout / label, label=label)
     if problems:
         raise CatalogError(problems)
-    return _validate(kind, data, load_schema(name, checkout=checkout), shown)
+    return _validate(kind, data, load_schema(name, checkout=checkout), label)
 
 
 def _validate(
-    kind: type[_Document], data: _Data, schema: Schema, shown: str, **more_fields: str
+    kind: type[_Document], data: _Data, schema: Schema, label: str, **more_fields: str
 ) -> _Document:
-    if problems := list(schema_problems(data, schema, lambda path: shown)):
+    if problems := list(schema_problems(data, schema, lambda path: label)):
         raise CatalogError(problems)
     try:
         return convert(kind, {**data, **more_fields})
     except ValidationError as error:
-        broken = [Problem(f"{shown}: {dotted(v.key)}", v.what, v.fix) for v in violations(error)]
+        broken = [Problem(f"{label}: {dotted(v.key)}", v.what, v.fix) for v in violations(error)]
         raise CatalogError(broken) from error

@@ -28,7 +28,7 @@ class DonorShape:
     modules: Text = Field(description="Pattern of swapped modules with this shape.")
     weight: tuple[_Size, _Size] = Field(description="Rows and columns of the FP8 weight.")
     scale: tuple[_Size, _Size] = Field(description="Rows and columns of the grid of block scales.")
-    source: Text = Field(description="Where these numbers are from.")
+    source: Text = Field(description="Source of these numbers.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
@@ -37,7 +37,7 @@ class Counts:
 
     base: int = Field(ge=0, description="Tensors of the base without MTP.")
     mtp: int = Field(ge=0, description="Tensors of the drafter.")
-    swap: int = Field(ge=0, description="Modules swapped.")
+    swap: int = Field(ge=0, description="Swapped modules.")
     donor_unmatched: int = Field(ge=0, description="Donor tensors without a partner.")
     source: Text = Field(description="Source of the counts, or the computation.")
 
@@ -100,7 +100,7 @@ class Tensors:
             if unmatched:
                 count_text = f"{len(unmatched)} modules are only here or only in tensors.swap"
                 message = f"{count_text}, such as {unmatched[0]}"
-                yield Violation(where, message, "list exactly the swapped modules")
+                yield Violation(where, message, "list the swapped modules, and no others")
         for shape in self.donor_shapes:
             edges = zip(shape.weight, self.block_shape, strict=True)
             grid = [-(-edge // step) for edge, step in edges]
@@ -126,7 +126,7 @@ class Sources:
     """16-bit repository for `spark-deploy add MODEL --requantize`; null if none."""
     revision: str = Field(default="main", description="Branch or tag the lock starts from.")
     repeats_names: bool = False
-    """The base stores some tensors twice, which fastsafetensors refuses."""
+    """The base stores some tensors twice, which fastsafetensors rejects."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
@@ -146,7 +146,7 @@ class ModelImage:
     plugin: bool = True
     """false: use the image unchanged with every profile."""
     engine_mode: Literal["native", "portable"] = "native"
-    """portable: for an engine without kernels for these trees; the plugin dequantizes them."""
+    """portable: for an engine without kernels for these weights; the plugin dequantizes them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
@@ -196,17 +196,17 @@ class ModelCheck:
     questions for the model's task."""
     copy: tuple[Text, ...] = Field(default=(), json_schema_extra=UNIQUE)
     """Strings the model must repeat exactly."""
-    tool_call: bool = Field(default=False, description="Demand a tool call.")
+    tool_call: bool = Field(default=False, description="Require a tool call.")
     reasoning: bool = False
-    """Demand that reasoning and answer come apart."""
+    """Require that reasoning and answer are separate."""
     conversation: bool = False
-    """Demand right answers in each turn of a conversation that grows."""
-    repeat: bool = Field(default=True, description="Demand the same greedy answer twice.")
+    """Require correct answers in every turn of a growing conversation."""
+    repeat: bool = Field(default=True, description="Require the same greedy answer twice.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class Change:
-    """A change of all profiles with certain traits; models cannot refer to profiles by name."""
+    """A change to all profiles with certain traits."""
 
     when: dict[str, dict[str, Any]] = Field(
         default_factory=dict,
@@ -215,7 +215,7 @@ class Change:
             "additionalProperties": COMPARISON,
         },
     )
-    """Conditions on traits of the profile; empty: every profile."""
+    """Conditions on the profile's traits; empty: every profile."""
     set: dict[str, Any] = Field(min_length=1, description="Keys of the profile, merged key by key.")
 
 
@@ -237,7 +237,7 @@ class AnyModel:
     )
     """LoRA adapters by their model name; each is downloaded, verified and counted."""
     changes: tuple[Change, ...] = ()
-    """Changes of profiles for this model; later entries win."""
+    """Changes to profiles for this model; later entries win."""
 
     def violations(self) -> Iterator[Violation]:
         if self.check.questions and self.check.questions[0].thinking:

@@ -42,13 +42,13 @@ class Speculation:
     """Draft tokens that the model verifies."""
 
     method: Literal["mtp", "dflash", "eagle3", "ngram", "draft_model"]
-    """How drafts are made. mtp: by layers of the model's own, which some publish in a repository
-    apart; dflash and eagle3: by a drafter made for this model; draft_model: by a smaller model with
-    the same vocabulary; ngram: by words that follow elsewhere in the same request, without
-    weights."""
+    """How drafts are made. mtp: by the model's own layers, which some publish in a separate
+    repository; dflash and eagle3: by a drafter made for this model; draft_model: by a smaller model
+    with the same vocabulary; ngram: by tokens that follow the same words earlier in the request,
+    without weights."""
     tokens: int = Field(ge=1, le=16, description="Draft tokens in each step.")
     repository: HubRepository | None = None
-    """The drafter's repository of the model hub; needed by dflash, eagle3 and draft_model."""
+    """The drafter's repository on the model hub; required by dflash, eagle3 and draft_model."""
     revision: str = Field(default="main", description="Of that repository: branch, tag or commit.")
     draft_sample_method: Literal["greedy", "probabilistic"] | None = None
     """vLLM's option: greedy (its default) drafts the likeliest token; probabilistic samples from
@@ -58,14 +58,14 @@ class Speculation:
     verifies them jointly. Neither changes the distribution of the answers."""
     num_speculative_tokens_per_batch_size: DraftSchedule | None = None
     """vLLM's option: [first, last, drafts] for a number of running requests; `tokens` is the limit.
-    Fewer drafts at many requests, where each draft reads further experts."""
+    Use fewer drafts with many requests, because each draft reads more experts."""
     draft_vocabulary_tokens: int | None = Field(default=None, ge=1024, multiple_of=64)
     """Most frequent tokens, with head: int8-triton, that drafts are chosen from; the drafter then
     reads only their rows of the LM head. null: all. Not run on a GPU yet."""
     longest_match: int | None = Field(default=None, ge=1, le=64)
-    """With ngram: most tokens to match."""
+    """With ngram: maximum tokens to match."""
     shortest_match: int | None = Field(default=None, ge=1, le=64)
-    """With ngram: fewest tokens to match."""
+    """With ngram: minimum tokens to match."""
     # Filled from the lock.
     anatomy: SkipJsonSchema[Anatomy | None] = None
 
@@ -142,7 +142,7 @@ class Figure:
     requests: int = Field(default=1, ge=1)
     """With tokens_per_s: requests at once, for all of them."""
     fitted: bool = False
-    """Whether numbers of the computed speed were fitted on it."""
+    """Whether parameters of the computed speed were fitted to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
@@ -162,7 +162,7 @@ class ProfileCheck:
     """Requirements of the check."""
 
     acceptance_floor: float | None = Field(default=None, ge=0, le=1)
-    """Smallest share of accepted draft tokens; null without speculation."""
+    """Minimum share of accepted draft tokens; null without speculation."""
     prefix_reuse: bool = False
     """Require prefix-cache hits in a growing conversation."""
     log_required: tuple[Text, ...] = Field(default=(), json_schema_extra=UNIQUE)
@@ -185,7 +185,7 @@ class ProfileCheck:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class Profile:
-    """A file of catalog/profiles, merged with the changes of a model."""
+    """A file of catalog/profiles, merged with the changes for a model."""
 
     name: SkipJsonSchema[str]  # of the file
     based_on: CatalogName | SkipJsonSchema[None] = None
@@ -201,7 +201,7 @@ class Profile:
     shared_experts: Scheme = Field(
         json_schema_extra={"enum": ["fp8-donor", "fp8-self", "int8-g128", "keep"]}
     )
-    """fp8-donor: FP8 from the donor; fp8-self: own FP8 of the base's weights; int8-g128: INT8 in
+    """fp8-donor: FP8 from the donor; fp8-self: FP8 made from the base's weights; int8-g128: INT8 in
     groups of 128, needs no plugin; keep: 16 bit as in the base."""
     head: Literal["keep", "int8-g128", "int8-triton"] = "keep"
     """keep: as in the base; int8-g128: baked as INT8 with groups of 128; int8-triton: as in the
@@ -227,10 +227,10 @@ class Profile:
     """How the engine reads the shards."""
     kv_cache: KvCache = Field(default_factory=KvCache)
     speculation: Speculation | None = None
-    """Draft tokens that the model only has to confirm; null for none."""
+    """Draft tokens that the model verifies; null for none."""
     limits: Limits = Field()
     prefix_caching: bool = False
-    """Keep the KV cache of shared prompt beginnings."""
+    """Keep the KV cache of shared prompt prefixes."""
     vision: bool = Field(default=False, description="Keep the vision tower.")
     options: dict[str, Any] = Field(
         default_factory=dict, json_schema_extra={"propertyNames": OPTION_NAMES}

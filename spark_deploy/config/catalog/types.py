@@ -24,11 +24,11 @@ _VERSION = re.compile(r"v?(0\.\d+\.\d+)(?![\d.])")
 class Engine:
     """A version of the engine."""
 
-    source: str = Field(description="Wheel and file that the names are from.")
+    source: str = Field(description="Wheel and file with these names.")
     generates: tuple[str, ...] = Field(description="Architectures that answer with text.")
     pools: tuple[str, ...] = Field(description="Architectures that answer with numbers.")
-    tool_call: tuple[str, ...] = Field(description="Parsers of tool calls.")
-    reasoning: tuple[str, ...] = Field(description="Parsers of reasoning.")
+    tool_call: tuple[str, ...] = Field(description="Tool call parsers.")
+    reasoning: tuple[str, ...] = Field(description="Reasoning parsers.")
 
     def supports(self, architecture: str) -> bool:
         return architecture in self.generates or architecture in self.pools
@@ -46,7 +46,7 @@ class Engines:
 
 
 def version_of(reference: str) -> str:
-    """Return the vLLM version in an image's tag; "" if the tag is none."""
+    """Return the vLLM version in an image's tag; "" if the tag is not a version."""
     tag = reference.partition("@")[0].rpartition("/")[2].partition(":")[2]
     value = _VERSION.match(tag)
     return value[1] if value else ""
@@ -62,12 +62,12 @@ class LazyMapping(Mapping[_K, _V]):
     def __init__(self, names: Iterable[_K], read: Callable[[_K], _V | None]):
         self._names = names
         self._read = read
-        self._known: dict[_K, _V | None] = {}
+        self._values: dict[_K, _V | None] = {}
 
     def __getitem__(self, name: _K) -> _V:
-        if name not in self._known:
-            self._known[name] = self._read(name)
-        value = self._known[name]
+        if name not in self._values:
+            self._values[name] = self._read(name)
+        value = self._values[name]
         if value is None:
             raise KeyError(name)
         return value
@@ -106,18 +106,18 @@ class Catalog:
         )
 
     def profile(self, name: str, model: str) -> Profile:
-        pair = (name, self.model(model).name)
-        if pair not in self.profiles:
-            self._raise_missing("profiles", name, self.profile_names, (f"profiles/{name}",), pair)
-        return self.profiles[pair]
+        key = (name, self.model(model).name)
+        if key not in self.profiles:
+            self._raise_missing("profiles", name, self.profile_names, (f"profiles/{name}",), key)
+        return self.profiles[key]
 
     def with_anatomies(self, anatomies: Mapping[str, Anatomy]) -> "Catalog":
         def read_model(name: str) -> Model | None:
             model = self.models.get(name)
             return _model_with_anatomies(model, anatomies) if model else None
 
-        def read_profile(pair: tuple[str, str]) -> Profile | None:
-            profile = self.profiles.get(pair)
+        def read_profile(key: tuple[str, str]) -> Profile | None:
+            profile = self.profiles.get(key)
             speculation = profile and profile.speculation
             if not profile or not speculation or not speculation.repository:
                 return profile
@@ -158,12 +158,12 @@ class Family:
 
     model_types: tuple[str, ...] = Field(min_length=1, description="model_type of config.json.")
     name: str = ""
-    """Regular expression for the repository's name; empty fits all."""
+    """Regular expression for the repository's name; empty matches all."""
     reasoning: str | None = None
     """Reasoning parser of the engine; null for none."""
     tool_call: str | None = None
     """Tool call parser of the engine; null for none."""
-    source: str = Field(min_length=1, description="Where this is known from.")
+    source: str = Field(min_length=1, description="Source of this knowledge.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)

@@ -39,7 +39,7 @@ class ClusterSettings:
         try:
             ipaddress.IPv4Network(self.subnet or "0.0.0.0/0")
         except ValueError as error:
-            yield Violation(("subnet",), str(error), "write it as in 192.168.100.0/24")
+            yield Violation(("subnet",), str(error), "write a network such as 192.168.100.0/24")
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
@@ -100,7 +100,7 @@ class FabricSettings:
             try:
                 network = ipaddress.IPv4Network(text)
             except ValueError as error:
-                yield Violation(key, str(error), "write it as in 192.168.100.0/24")
+                yield Violation(key, str(error), "write a network such as 192.168.100.0/24")
                 continue
             if not network.is_private:
                 fix = "use a network in 192.168.0.0/16 or 10.0.0.0/8"
@@ -111,6 +111,8 @@ class FabricSettings:
             message, fix = "restored networks cannot be measured", "set only measure or restore"
             yield Violation(("measure",), message, fix)
         if self.interfaces and len(self.interfaces) != len(self.networks):
-            message = f"{len(self.interfaces)} interfaces for {len(self.networks)} networks"
+            message = (
+                f"{len(self.interfaces)} interfaces are listed for {len(self.networks)} networks"
+            )
             fix = "list an interface for each of fabric.networks"
             yield Violation(("interfaces",), message, fix)

@@ -21,15 +21,15 @@ class Limits:
     """Limits of the engine on a host."""
 
     max_context_tokens: int | None = Field(default=None, ge=64)
-    """Longest prompt plus answer; null for the model's native context."""
+    """Maximum length of prompt and answer; null for the model's native context."""
     max_sequences: int = Field(ge=1, le=1024, description="Requests processed at the same time.")
     max_batched_tokens: int = Field(ge=1)
-    """Tokens of one engine step; more speeds up prompts and needs memory."""
+    """Maximum tokens per engine step; more speeds up prompts and needs memory."""
     long_prompt_tokens: int | None = Field(default=None, ge=1)
     """Tokens of a longer prompt in one step while other requests run, so that their answers
     continue; null: no limit."""
     memory_fraction: float = Field(gt=0, le=0.95)
-    """Share of memory.total_gib the engine may take in all."""
+    """Share of memory.total_gib that the engine may take in total."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
@@ -86,7 +86,7 @@ def check_schedule(schedule: DraftSchedule | None) -> Iterator[Violation]:
     previous = 0
     for first, last, _ in schedule or ():
         if first > last or first <= previous or (not previous and first > 1):
-            message = f"range {first} to {last}: ranges must start at 1, rise and not overlap"
+            message = f"range {first} to {last}: ranges must start at 1, increase and not overlap"
             fix = "write ranges such as [[1, 2, 2], [3, 8, 1], [9, 9, 0]]"
             yield Violation(("num_speculative_tokens_per_batch_size",), message, fix)
         previous = last
@@ -108,7 +108,7 @@ OWNED_OPTIONS = {
     "language-model-only": "set engine.vision",
     "enable-prefix-caching": "set prefix_caching in a profile of your own, or choose agent",
     "runner": "set task in the model's file, of kind: plain",
-    "quantization": "remove it: the checkpoint has it",
+    "quantization": "remove it: the checkpoint states its quantization",
     "hf-token": "set hub.token",
     "cpu-offload-gb": "remove it: CPU and GPU share their memory",
     "kv-offloading-size": "remove it: CPU and GPU share their memory",
@@ -209,7 +209,7 @@ _LOADER = (
 )
 _RUNTIMES = r"(DOCKER|BUILDKIT|BUILDX|COMPOSE|CONTAINERD|RUNC|NVIDIA)_.*"
 # Patterns of whole names.
-_REFUSED = {
+_REJECTED = {
     _LOADER: ("makes programs load or run other code", "put it into the image"),
     _RUNTIMES: (
         "is read by docker and runtimes, which run as root",
@@ -225,7 +225,7 @@ def environment_problems(environment: Mapping[str, str]) -> Iterator[tuple[str, 
         if _SECRET.search(name):
             message = "looks like a secret; other users can read the environment of a unit"
             yield name, message, "use hub.token or serve.api_key with {env|file|command: ...}"
-        for pattern, (message, fix) in _REFUSED.items():
+        for pattern, (message, fix) in _REJECTED.items():
             if re.fullmatch(pattern, name):
                 yield name, message, fix
         value = environment[name]

@@ -30,17 +30,17 @@ _User = Annotated[str, text_field("^[a-z_][a-z0-9_-]*$", "an account name", "spa
 
 
 # System folders, and folders that users other than root can write to.
-_REFUSED_PARENTS = (
+_SYSTEM_PARENTS = (
     *("/bin", "/boot", "/dev", "/etc", "/lib", "/lib64", "/proc", "/run", "/sbin", "/sys", "/usr"),
     *("/home", "/root", "/tmp", "/var/cache", "/var/log", "/var/run", "/var/spool", "/var/tmp"),
     *("/var/lib/apt", "/var/lib/dpkg", "/var/lib/docker", "/var/lib/spark", "/var/lib/systemd"),
 )
-_REFUSED = ("/media", "/mnt", "/opt", "/srv", "/var", "/var/lib", "/lost+found")
+_SYSTEM_FOLDERS = ("/media", "/mnt", "/opt", "/srv", "/var", "/var/lib", "/lost+found")
 
 
 def _is_system_folder(folder: str) -> bool:
-    inside = any(folder == parent or folder.startswith(f"{parent}/") for parent in _REFUSED_PARENTS)
-    return inside or folder in _REFUSED
+    inside = any(folder == parent or folder.startswith(f"{parent}/") for parent in _SYSTEM_PARENTS)
+    return inside or folder in _SYSTEM_FOLDERS
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
@@ -61,7 +61,7 @@ class ExpectSettings:
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class BaseSettings:
-    """Packages and host settings without GPU."""
+    """Packages and host settings that need no GPU."""
 
     package_lock_wait_s: int = Field(default=1800, ge=0, le=86400)
     """Seconds to wait for another package installation, such as timers after a boot."""

@@ -24,7 +24,7 @@ from spark_deploy.config.documents import KeyPath, Violation, convert, violation
 from spark_deploy.config.errors import Problem, SettingsError
 from spark_deploy.config.schema_errors import dotted, schema_problems
 from spark_deploy.config.settings.engine import VLLM_NAMES, EngineSettings
-from spark_deploy.config.settings.patterns import control_characters
+from spark_deploy.config.settings.patterns import paths_with_control_characters
 from spark_deploy.config.settings.secrets import SecretRef
 from spark_deploy.config.settings.service import RequantizeSettings
 from spark_deploy.config.settings.types import CheckedSettings, Settings
@@ -33,7 +33,7 @@ from spark_deploy.config.yaml_files import load_schema, read_mapping
 
 @dataclass(frozen=True, slots=True)
 class HostSettings:
-    """Settings of a host, and where they are from; ``root`` contains group_vars."""
+    """Settings of a host; ``root`` contains group_vars."""
 
     host: str
     group: str
@@ -48,9 +48,9 @@ class HostSettings:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """Settings of one file or other source; ``shown`` is its name in messages."""
+    """Settings of one file or other source; ``label`` is its name in messages."""
 
-    shown: str
+    label: str
     data: dict[str, Any]
 
 
@@ -65,7 +65,7 @@ def load_hosts(
 ) -> dict[str, HostSettings]:
     reader = _Reader(root, checkout, must_serve)
     common = reader.common_layers()
-    last = reader.layers("--data", nest_dotted_keys(overrides)) if overrides else []
+    overriding = reader.layers("--data", nest_dotted_keys(overrides)) if overrides else []
     loaded: dict[str, HostSettings] = {}
     for group, hosts in groups.items():
         group_layers = reader.file_layers(root / "group_vars" / f"{group}.yml")
@@ -79,7 +79,7 @@ def load_hosts(
                 continue
             name = host.removeprefix("@")
             host_layers = reader.file_layers(root / "host_vars" / f"{name}.yml")
-            layers = [*common, *group_layers, *host_layers, *last]
+            layers = [*common, *group_layers, *host_layers, *overriding]
             if host_layers:
                 settings = reader.host_settings(host, group, layers)
             else:
@@ -90,13 +90,13 @@ def load_hosts(
     return loaded
 
 
-def with_overrides(host: HostSettings, values: Mapping[str, Any], shown: str) -> HostSettings:
+def with_overrides(host: HostSettings, values: Mapping[str, Any], label: str) -> HostSettings:
     """Return the settings of a host with new values of dotted keys.
 
-    Errors name ``shown`` as the source of the values.
+    Errors name ``label`` as the source of the values.
     """
     reader = _Reader(host.root, CHECKOUT, must_serve=True)
-    layers = [_Layer(host.host, host.data), *reader.layers(shown, nest_dotted_keys(values))]
+    layers = [_Layer(host.host, host.data), *reader.layers(label, nest_dotted_keys(values))]
     changed = reader.host_settings(host.host, host.group, layers)
     if reader.problems:
         raise SettingsError(reader.problems)
@@ -154,12 +154,12 @@ class _Reader:
         if not path.exists():
             return []
         folder = self.root if path.is_relative_to(self.root) else self.checkout
-        shown = path.relative_to(folder).as_posix()
-        data, problems = read_mapping(path, shown=shown)
+        label = path.relative_to(folder).as_posix()
+        data, problems = read_mapping(path, label=label)
         self.problems.extend(problems)
-        return self.layers(shown, data)
+        return self.layers(label, data)
 
-    def layers(self, shown: str, data: dict[str, Any]) -> list[_Layer]:
+    def layers(self, label: str, data: dict[str, Any]) -> list[_Layer]:
         services = data.get("services")
         sections: dict[str, Any] = {"": data}
         if isinstance(services, dict):
@@ -171,11 +171,11 @@ class _Reader:
             for alias in engine.keys() & VLLM_NAMES.keys():
                 name = VLLM_NAMES[alias]
                 if name in engine:
-                    where = f"{shown}: {prefix}engine.{alias}"
+                    where = f"{label}: {prefix}engine.{alias}"
                     message = f"is another name of {name}"
                     self.problems.append(Problem(where, message, "keep only one"))
                 engine[name] = engine.pop(alias)
-        return [_Layer(shown, data)]
+        return [_Layer(label, data)]
 
     def host_settings(self, host: str, group: str, layers: Sequence[_Layer]) -> HostSettings:
         """Merge and validate layers; the settings are ``None`` if there are problems."""
@@ -191,7 +191,7 @@ class _Reader:
         message, fix = "contains a line break or control character", "write a single line"
         problems = [
             problem(Violation(path, message, fix))
-            for path in control_characters(data)
+            for path in paths_with_control_characters(data)
             if path[:2] != ("engine", "options")  # JSON text, which stays a single argument
         ]
         schema = load_schema("settings", checkout=self.checkout)
@@ -223,11 +223,11 @@ def _for_host(loaded: HostSettings, host: str) -> HostSettings:
 
 
 def _origin(layers: Sequence[_Layer], path: KeyPath) -> str:
-    """Return the last layer that sets a key."""
+    """Return the label of the last layer that sets a key."""
     for layer in reversed(layers):
         if _has_key(layer.data, path):
-            return layer.shown
-    return layers[0].shown if layers else "settings"
+            return layer.label
+    return layers[0].label if layers else "settings"
 
 
 def _has_key(data: Any, path: KeyPath) -> bool:
@@ -354,11 +354,11 @@ def _read_reference(reference: SecretRef) -> str:
 
 def _command_output(argv: tuple[str, ...]) -> str:
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             argv, capture_output=True, text=True, timeout=_SECRET_TIMEOUT_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired, UnicodeDecodeError) as error:
         raise ValueError(f"{argv[0]} cannot be run ({type(error).__name__})") from None
-    if done.returncode:
-        raise ValueError(f"{argv[0]} failed with exit status {done.returncode}")
-    return done.stdout
+    if result.returncode:
+        raise ValueError(f"{argv[0]} failed with exit status {result.returncode}")
+    return result.stdout

@@ -1,4 +1,4 @@
-"""Types of text that is sent to hosts, and a search for control characters."""
+"""Types of strings that are sent to hosts, and a search for control characters."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -79,10 +79,10 @@ RailName = Annotated[str, Field(json_schema_extra=RAIL_NAME)]
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
 
 
-def control_characters(
+def paths_with_control_characters(
     data: Any, path: tuple[str | int, ...] = ()
 ) -> Iterator[tuple[str | int, ...]]:
-    """Yield the path of each text or key with a control character in plain data."""
+    """Yield the path of every string or key that contains a control character."""
     if isinstance(data, str):
         if _CONTROL.search(data):
             yield path
@@ -90,7 +90,7 @@ def control_characters(
         for key, value in data.items():
             if isinstance(key, str) and _CONTROL.search(key):
                 yield path
-            yield from control_characters(value, (*path, str(key)))
+            yield from paths_with_control_characters(value, (*path, str(key)))
     elif isinstance(data, Sequence):
         for index, value in enumerate(data):
-            yield from control_characters(value, (*path, index))
+            yield from paths_with_control_characters(value, (*path, index))

@@ -186,8 +186,8 @@ class RequestDefaults:
         fields = asdict(self)
         thinking = fields.pop("thinking")
         template = {} if thinking is None else {"enable_thinking": thinking}
-        chosen = {**fields, "chat_template_kwargs": template or None}
-        return {name: value for name, value in chosen.items() if value is not None}
+        values = {**fields, "chat_template_kwargs": template or None}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
@@ -269,7 +269,7 @@ class ServeSettings:
             message = f"{self.tls} requires expose: lan, but expose is {self.expose}"
             yield Violation(("tls",), message, "set serve.expose: lan, or serve.tls: off")
         if len({key.sha256 for key in self.keys.values()}) < len(self.keys):
-            fix = "create a key for each name: spark-deploy key add NAME"
+            fix = "run `spark-deploy key add NAME` for each name"
             yield Violation(("keys",), "two names have the same key", fix)
         for key in ("tls_certificate", "tls_key"):
             if self.tls == "own-cert" and not getattr(self, key):
@@ -358,7 +358,7 @@ class ServiceSettings(ModelAndProfile):
     """Paths that the main gateway routes to this service if a request names no model."""
     start: Literal["always", "on-request"] = "always"
     """on-request: the first request starts the service, and it stops when another needs its memory.
-    Services on request share memory: only the largest counts."""
+    On-request services share memory: only the largest counts."""
     idle_stop_s: int = Field(default=0, ge=0, examples=[1800])
     """With on-request: seconds without a request before the service stops; 0: no limit."""
     engine: ServiceEngineSettings = Field(default_factory=ServiceEngineSettings)

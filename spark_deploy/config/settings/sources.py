@@ -68,7 +68,7 @@ class ProxySettings:
     direct: tuple[_Direct, ...] = Field(
         default=("localhost", "127.0.0.1", "::1"), json_schema_extra=UNIQUE
     )
-    """Names, domains and addresses without proxy (no_proxy)."""
+    """Names, domains and addresses to reach without the proxy (no_proxy)."""
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
@@ -76,7 +76,7 @@ class DownloadSettings:
     """How hosts download model files."""
 
     rate_limit_mib_per_s: float | None = Field(default=None, gt=0)
-    """Maximum MiB per second of a host; null: unlimited."""
+    """Maximum MiB per second per host; null: unlimited."""
     outage_s: float = Field(default=6 * 3600.0, ge=0, le=7 * 86400)
     """Seconds without a new byte during which jobs retry the hub. 0: a download fails after two
     such attempts; the next run resumes."""

@@ -219,7 +219,7 @@ class Settings:
     @property
     def ready_models(self) -> tuple[ModelAndProfile, ...]:
         served = ModelAndProfile(self.model, self.profile)
-        return tuple(pair for pair in dict.fromkeys(self.keep_ready) if pair != served)
+        return tuple(ready for ready in dict.fromkeys(self.keep_ready) if ready != served)
 
     def service_settings(self, name: str) -> "Settings":
         """Return the settings as if this were the host's only service."""
@@ -239,25 +239,29 @@ class Settings:
 
     @property
     def all_models(self) -> tuple["Settings", ...]:
-        ready = (self.with_model(pair) for pair in self.ready_models)
+        ready = (self.with_model(selection) for selection in self.ready_models)
         return (self, *ready, *map(self.service_settings, self.services))
 
-    def with_model(self, pair: ModelAndProfile) -> "Settings":
-        return dataclasses.replace(self, model=pair.model, profile=pair.profile)
+    def with_model(self, selection: ModelAndProfile) -> "Settings":
+        return dataclasses.replace(self, model=selection.model, profile=selection.profile)
 
 
 def _unknown_names(
     settings: Settings, catalog: Callable[[str], Collection[str]]
 ) -> Iterator[Violation]:
     """Yield unknown models and profiles; ``catalog`` returns the names of a kind."""
-    pairs: list[tuple[KeyPath, Settings | ModelAndProfile | ServiceSettings]] = [((), settings)]
-    pairs += [(("keep_ready", index), pair) for index, pair in enumerate(settings.keep_ready)]
-    pairs += [(("services", name), service) for name, service in settings.services.items()]
-    for path, pair in pairs:
+    selections: list[tuple[KeyPath, Settings | ModelAndProfile | ServiceSettings]] = [
+        ((), settings)
+    ]
+    selections += [
+        (("keep_ready", index), ready) for index, ready in enumerate(settings.keep_ready)
+    ]
+    selections += [(("services", name), service) for name, service in settings.services.items()]
+    for path, selection in selections:
         for key in ("model", "profile"):
-            name, known = getattr(pair, key), catalog(f"{key}s")
+            name, known = getattr(selection, key), catalog(f"{key}s")
             if name not in known:
-                message = f"'{name}' is not a {key} (known: {', '.join(known)})"
+                message = f"unknown {key} '{name}' (known: {', '.join(known)})"
                 guess = closest(name, known)
                 fix = f"choose a known name, or add catalog/{key}s/{name}.yml"
                 fix = f"did you mean {guess}?" if guess else fix
@@ -279,17 +283,17 @@ def settings_violations(
 def _schedule_violations(settings: Settings) -> Iterator[Violation]:
     served = ModelAndProfile(settings.model, settings.profile)
     scheduled = [ModelAndProfile(entry.model, entry.profile) for entry in settings.schedule]
-    for index, pair in enumerate(scheduled):
-        if pair not in (served, *settings.keep_ready):
-            message = f"{pair.model} with {pair.profile} is not in keep_ready"
-            fix = f"add keep_ready: [{{model: {pair.model}, profile: {pair.profile}}}]"
+    for index, entry in enumerate(scheduled):
+        if entry not in (served, *settings.keep_ready):
+            message = f"{entry.model} with {entry.profile} is not in keep_ready"
+            fix = f"add keep_ready: [{{model: {entry.model}, profile: {entry.profile}}}]"
             yield Violation(("schedule", index), message, fix)
     if scheduled and settings.ranks > 1:
-        message = "members of a cluster change together, but a timer changes a single host"
+        message = "cluster members switch together, but a timer switches a single host"
         yield Violation(("schedule",), message, "remove the schedule or the cluster")
     if scheduled and served not in scheduled:
-        message = f"no entry returns to {served.model} with {served.profile}"
-        fix = "add an entry for it, or set model and profile to a scheduled pair"
+        message = f"no entry switches back to {served.model} with {served.profile}"
+        fix = "add an entry for it, or set model and profile to those of an entry"
         yield Violation(("schedule",), message, fix)
 
 

@@ -67,7 +67,7 @@ def draft_with(hub, end, answer):
     assert all(len(item) < 1000 for item in draft.open_questions)
     path = hub.root / "draft.yml"
     path.write_text(draft.text())
-    data, problems = read_mapping(path, shown="draft")
+    data, problems = read_mapping(path, label="draft")
     assert problems == []
     assert all(line.isprintable() for line in draft.text().splitlines())
     return data

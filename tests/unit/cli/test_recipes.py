@@ -16,7 +16,7 @@ from tests.unit.planning.plans import shipped_catalog
 
 FIXTURES = CHECKOUT / "tests/fixtures/recipes"
 READ = {
-    path.name: read_mapping(path, shown=path.name, is_foreign=True)[0]
+    path.name: read_mapping(path, label=path.name, is_foreign=True)[0]
     for path in sorted(FIXTURES.glob("*.yaml"))
 }
 CHANGED: dict[str, dict[str, Any]] = {

@@ -164,7 +164,7 @@ def test_stops_waiting_for_a_slow_hub(hub, monkeypatch):
             time.sleep(0.1)
         return True
 
-    monkeypatch.setattr(lookup, "LIMIT_S", 0.5)
+    monkeypatch.setattr(lookup, "LOOKUP_TIMEOUT_S", 0.5)
     hub.fault = send_single_bytes
     with pytest.raises(LockError, match="no complete response within"):
         lookup.look_up_repo(hub.url, REPO, "main", None)

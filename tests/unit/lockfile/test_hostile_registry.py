@@ -76,7 +76,7 @@ def test_limits_size_of_registry_responses():
 
 @pytest.mark.parametrize("head", [OK + b"X: ", OK + b"\r\n"], ids=["head", "body"])
 def test_stops_waiting_for_a_slow_registry(head, monkeypatch):
-    monkeypatch.setattr(registry, "LIMIT_S", 0.5)
+    monkeypatch.setattr(registry, "LOOKUP_TIMEOUT_S", 0.5)
     with respond_with(head, b"x", pause_s=0.05) as address:
         began = time.monotonic()
         assert "no complete response within" in look_up_refused(address)

@@ -9,7 +9,7 @@ from spark_deploy.config.catalog.anatomy import Anatomy
 from spark_deploy.config.catalog.model import PlainModel
 from spark_deploy.config.errors import PlanError
 from spark_deploy.plan.engine_arguments import (
-    HEAD_TIMES,
+    HEAD_TIMINGS_PATH,
     TRITON_EXPERTS_LINE,
     engine_arguments,
     engine_options,
@@ -151,7 +151,7 @@ def test_own_head_keeps_16_bits_in_checkpoint_and_is_int8_in_engine():
 def test_our_lm_head_option_is_merged_into_additional_config(options, added):
     chosen = {"additional-config": options} if options else {}
     merged = json.loads(value_of(argv(OWN_HEAD, options=chosen), "--additional-config"))
-    spark = {"lm_head": "int8-triton", "lm_head_times": HEAD_TIMES, **added.get("spark", {})}
+    spark = {"lm_head": "int8-triton", "lm_head_times": HEAD_TIMINGS_PATH, **added.get("spark", {})}
     assert merged == {**added, "spark": spark}
     assert "--additional-config" not in argv()
 
@@ -186,7 +186,7 @@ def plain(**anatomy):
     ("model", "pinned"),
     [
         (plain(expert_width=768), True),
-        (plain(expert_width=768, quantisation="fp8"), False),
+        (plain(expert_width=768, quantization="fp8"), False),
         (plain(), False),
         (replace(plain(), anatomy=None), False),
     ],

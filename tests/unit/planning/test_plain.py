@@ -172,7 +172,7 @@ def test_measured_cache_size_replaces_an_unknown_size():
     memory = measured.memory
     assert memory.kv_tokens == pytest.approx(memory.kv_cache_bytes / 10_000, rel=0.001)
     assert memory.unknown == ()
-    assert memory.counted_by.startswith("spark-1, main-abc")
+    assert memory.measured_by.startswith("spark-1, main-abc")
     assert measured.release == blind.release
 
 
@@ -182,7 +182,7 @@ def test_measured_cache_size_replaces_an_unknown_size():
     ids=["other cache type", "computed cache"],
 )
 def test_ignores_measured_cache_size_that_does_not_apply(anatomy):
-    assert make_plan(anatomy=anatomy).memory.counted_by == ""
+    assert make_plan(anatomy=anatomy).memory.measured_by == ""
 
 
 @pytest.mark.parametrize("anatomy", [ANATOMY, UNKNOWN], ids=["known", "unknown"])
@@ -195,7 +195,7 @@ def test_plan_text_mentions_cache(anatomy, verbose):
 
 
 def test_refuses_narrow_experts_with_scales_in_groups():
-    for quantisation in ("", "fp8"):
-        make_plan(anatomy=replace(ANATOMY, expert_width=64, quantisation=quantisation))
-    grouped = replace(ANATOMY, expert_width=64, quantisation="gptq, 4 bit")
+    for quantization in ("", "fp8"):
+        make_plan(anatomy=replace(ANATOMY, expert_width=64, quantization=quantization))
+    grouped = replace(ANATOMY, expert_width=64, quantization="gptq, 4 bit")
     assert "experts-of-one-group" in refused(anatomy=grouped)

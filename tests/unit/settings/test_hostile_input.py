@@ -83,7 +83,7 @@ ODD_YAML = (
 @pytest.mark.parametrize("number", ["22:00", "1" + ":2" * 1000, "1:30.5"])
 def test_base_60_numbers_are_text(root, number):
     (root / "x.yml").write_text(f"a: {number}\n")
-    assert read_mapping(root / "x.yml", shown="x.yml") == ({"a": number}, [])
+    assert read_mapping(root / "x.yml", label="x.yml") == ({"a": number}, [])
 
 
 @pytest.mark.slow
