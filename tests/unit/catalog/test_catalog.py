@@ -25,7 +25,7 @@ def changed(checkout, name, **keys):
     return checkout
 
 
-def test_broken_model_affects_only_itself(checkout):
+def test_invalid_model_file_affects_only_that_model(checkout):
     catalog = read_catalog(changed(checkout, "models/huge", summary=7))
     assert catalog.model("small") == CATALOG.model("small")
     assert catalog.profile("v2", "large") == CATALOG.profile("v2", "large")
@@ -36,7 +36,7 @@ def test_broken_model_affects_only_itself(checkout):
         catalog.profile("v2", "huge")
 
 
-def test_invalid_change_affects_only_its_pair(checkout):
+def test_invalid_profile_change_affects_only_that_model_and_profile(checkout):
     change = {"when": {"kv_cache": {"starts_with": "turbo"}}, "set": {"limits": {"sequences": 1}}}
     catalog = read_catalog(changed(checkout, "models/small", changes=[change]))
     assert catalog.profile("v2-tq", "large") == CATALOG.profile("v2-tq", "large")
@@ -46,7 +46,7 @@ def test_invalid_change_affects_only_its_pair(checkout):
         catalog.profile("v2-tq", "small")
 
 
-def test_broken_and_missing_profiles_have_different_messages(checkout):
+def test_invalid_and_missing_profiles_have_different_messages(checkout):
     catalog = read_catalog(changed(checkout, "profiles/agent", plugin="yes please"))
     with pytest.raises(CatalogError, match=r"catalog/profiles/agent.yml: plugin"):
         catalog.profile("agent", "large")
@@ -56,7 +56,7 @@ def test_broken_and_missing_profiles_have_different_messages(checkout):
     assert "agent" not in catalog.profile_names
 
 
-def test_later_changes_win_and_conditions_read_the_profile_file(checkout):
+def test_later_changes_override_earlier_ones_and_conditions_read_the_unchanged_profile(checkout):
     changes = [
         {"set": {"limits": {"max_sequences": 8}, "prefix_caching": True}},
         {"when": {"prefix_caching": {"is": True}}, "set": {"limits": {"max_sequences": 2}}},
@@ -66,14 +66,14 @@ def test_later_changes_win_and_conditions_read_the_profile_file(checkout):
     assert catalog.profile("agent", "large").limits.max_sequences == 2
 
 
-def test_refuses_condition_on_unknown_key(checkout):
+def test_rejects_condition_on_unknown_key(checkout):
     changes = [{"when": {"name": {"is": "v2"}}, "set": {"vision": True}}]
     catalog = read_catalog(changed(checkout, "models/large", changes=changes))
     with pytest.raises(CatalogError, match="changes"):
         catalog.model("large")
 
 
-def test_files_of_inventory_override_catalog_with_note(tmp_path):
+def test_users_catalog_files_replace_shipped_files_and_the_plan_notes_it(tmp_path):
     models, profiles = tmp_path / "catalog/models", tmp_path / "catalog/profiles"
     models.mkdir(parents=True)
     profiles.mkdir()
@@ -93,7 +93,7 @@ def test_files_of_inventory_override_catalog_with_note(tmp_path):
         assert read_catalog(FIXTURE, user_dir=folder) == CATALOG
 
 
-def test_reports_error_in_an_inventory_catalog_file(tmp_path):
+def test_reports_an_error_in_a_users_catalog_file(tmp_path):
     folder = tmp_path / "catalog/models"
     folder.mkdir(parents=True)
     (folder / "mine.yml").write_text("kind: plain\nrepository: not a repository\n")
@@ -120,7 +120,7 @@ def tensor_problems(tensors, donor="Org/Donor"):
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
-def test_counts_and_shapes_have_a_source(name):
+def test_counts_and_shapes_state_their_source(name):
     tensors = tensors_of(name)  # empty if based_on another model
     counts = tensors.get("counts")
     assert counts is None or len(counts["source"]) > 10
@@ -128,20 +128,20 @@ def test_counts_and_shapes_have_a_source(name):
 
 
 @pytest.mark.parametrize("key", ["base", "mtp", "swap", "donor_unmatched"])
-def test_counts_reveal_a_missing_pattern(tensors, key):
+def test_tensor_counts_reveal_a_missing_pattern(tensors, key):
     tensors[key] = tensors[key][:-1]
     message = tensor_problems(tensors)
     assert f"tensors.{key}: " in message
     assert f"counts.{key} is {tensors['counts'][key]}" in message
 
 
-def test_refuses_donor_without_shapes(tensors):
+def test_rejects_donor_without_shapes(tensors):
     tensors["donor_shapes"] = []
     assert "modules are only here or only in tensors.swap" in tensor_problems(tensors)
     assert not tensor_problems(tensors, donor=None)
 
 
-def test_refuses_inconsistent_shapes(tensors):
+def test_rejects_donor_shapes_that_contradict_the_tensor_sets(tensors):
     twice = {**tensors, "donor_shapes": tensors["donor_shapes"] * 2}
     assert "repeats the name" in tensor_problems(twice)
     tensors["donor_shapes"][0]["scale"] = [24, 8]

@@ -94,7 +94,7 @@ def check_plan(own, model, profile, anatomy):
         plan_host(Request("a", chosen, catalog, lock, PAYLOAD))
 
 
-def test_unchanged_documents_can_be_read(own):
+def test_valid_documents_are_accepted(own):
     check_plan(own, MODEL, {**PROFILE, "speculation": None}, ANATOMY)
     catalog = read_catalog(own / "ours", user_dir=own / "mine")
     assert catalog.model("dense").adapters["law"].rank == 16
@@ -107,7 +107,7 @@ def test_unchanged_documents_can_be_read(own):
 @example(text=encoded({**MODEL, "memory": {"runtime_gib": 10**30}}))
 @example(text=encoded({**MODEL, "changes": [{"set": {"limits": None}}]}))
 @example(text=encoded({**MODEL, "adapters": {"law": {"repository": "org/dense", "rank": 1}}}))
-def test_any_model_file_is_planned_or_refused(own, text):
+def test_any_model_file_is_planned_or_rejected(own, text):
     check_plan(own, json.loads(text), {**PROFILE, "speculation": None}, ANATOMY)
 
 
@@ -116,7 +116,7 @@ def test_any_model_file_is_planned_or_refused(own, text):
 @example(text=encoded({**PROFILE, "options": {"block-size": 10**30}}))
 @example(text=encoded({**PROFILE, "options": {"block-size": 0}}))
 @example(text=encoded({**PROFILE, "kv_cache": {"size_gib": 1e-9}}))
-def test_any_profile_file_is_planned_or_refused(own, text):
+def test_any_profile_file_is_planned_or_rejected(own, text):
     check_plan(own, {**MODEL, "adapters": {}}, json.loads(text), ANATOMY)
 
 
@@ -127,7 +127,7 @@ def test_any_profile_file_is_planned_or_refused(own, text):
 )
 @example(text=encoded({**READ, "cache": [{"kind": "full", "layers": 1}]}), bits="auto")
 @example(text=encoded({**READ, "weights": {"BF16": 2**62}}), bits="auto")
-def test_any_lock_file_is_planned_or_refused(own, locked, text, bits):
+def test_any_lock_file_is_planned_or_rejected(own, locked, text, bits):
     path = own / "lock.yml"
     data = {**yaml.safe_load(locked), "anatomies": {"org/dense": json.loads(text)}}
     path.write_text(json.dumps(data))
@@ -139,6 +139,6 @@ def test_any_lock_file_is_planned_or_refused(own, locked, text, bits):
 
 @tries(60)
 @given(text=changed_in_one_place(encoded(SHARED)))
-def test_any_shared_file_is_read_or_refused(text):
+def test_any_shared_file_is_read_or_rejected(text):
     with accepted_or_refused(in_one_line=True):
         read_shared(json.loads(text), "x.yml")

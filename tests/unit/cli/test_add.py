@@ -148,7 +148,8 @@ def test_unknown_values_are_left_out_and_reported(hub, site, capsys):
     assert add(site, "org/odd") == 0
     out = capsys.readouterr().out
     for text in (
-        "parsers: unknown for newtype", "KV cache size per token: layers of newtype are unknown",
+        "parsers: unknown for newtype",
+        "KV cache size per token: the layer types of newtype are unknown",
         "custom code, which is not downloaded",
     ):  # fmt: skip
         assert text in out

@@ -189,7 +189,7 @@ def test_up_reports_an_unreachable_host_without_a_password_prompt(hangs_up):
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (("--host", "a", "--model", "nope"), "'nope' is not a model"),
+        (("--host", "a", "--model", "nope"), "unknown model 'nope'"),
         pytest.param(
             ("--host", "a", "--model", "qwen3.5-397b"),
             "does not fit on one host",

@@ -163,7 +163,7 @@ def hub(tmp_path):
         yield running
 
 
-def test_the_address_of_a_hub_page_names_a_repository(tmp_path, hub):
+def test_add_accepts_the_url_of_a_hub_page(tmp_path, hub):
     publish(hub, "org/Tiny-Chat")
     folder = make_site(tmp_path / "site", hub)
     code, text = run(folder, f"add {hub.url}/org/Tiny-Chat --inventory sparks.py")
@@ -171,7 +171,7 @@ def test_the_address_of_a_hub_page_names_a_repository(tmp_path, hub):
     assert (folder / "catalog/models/tiny-chat.yml").is_file()
 
 
-def test_a_gated_model_needs_more_than_a_token(tmp_path, hub):
+def test_add_asks_to_accept_the_terms_of_a_gated_model(tmp_path, hub):
     def refuse(handler, path, _data):
         assert handler.headers["Authorization"] == "Bearer hf_mine"
         handler.send_response(403)
@@ -214,7 +214,7 @@ def in_terminal(folder, *words, act):
 
 
 @pytest.mark.parametrize("after_s", [0.2, 0.5, 0.8])
-def test_an_early_interrupt_prints_one_line(site, after_s):
+def test_interrupt_during_startup_prints_one_line(site, after_s):
     def interrupt(process, text, _terminal):
         if not text:
             while cpu_s(process.pid) < after_s:  # does not depend on other processes
@@ -264,7 +264,7 @@ def status(folder):
     return subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False).stdout
 
 
-def test_a_key_in_the_agent_logs_in(site, agent):
+def test_login_uses_a_key_from_the_ssh_agent(site, agent):
     with serving(Host(keys=[agent])) as host:
         reach(site, host.port, host.host_key)
         assert "unreachable" not in status(site)

@@ -106,7 +106,7 @@ LOCKED = "Intel/Qwen3.5-122B-A10B-int4-AutoRound"
     ("words", "message"),
     [
         ((*PLAN, "--model", "qwen3.5-397b"), "does not fit on one host"),
-        ((*PLAN, "--profile", "v9"), "--profile: 'v9' is not a profile"),
+        ((*PLAN, "--profile", "v9"), "--profile: unknown profile 'v9'"),
         ((*PLAN, "--limit", "spark-9"), "matches no host or group"),
         ((*PLAN, "--data", "serve.port=x"), "is not a whole number"),
         ((*PLAN, "nothing.py"), "is not an inventory file"),

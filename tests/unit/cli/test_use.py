@@ -118,7 +118,9 @@ def test_use_rejects_a_choice_that_conflicts_with_other_settings(site, capsys):
     (site / "host_vars/b.yml").write_text(night)
     assert main(["use", "agent", "a"]) == 0
     assert main(["use", "agent", "b"]) == 1
-    assert "b: schedule: no entry returns to qwen3.5-35b with agent" in capsys.readouterr().err
+    assert (
+        "b: schedule: no entry switches back to qwen3.5-35b with agent" in capsys.readouterr().err
+    )
 
 
 def test_use_replaces_a_plain_profile_with_the_recommended_profile(site, capsys):

@@ -93,7 +93,7 @@ def test_required_lock_rejects_unread_headers(hub, tmp_path):
 
 
 @pytest.mark.slow
-def test_left_out_files_are_not_counted(hub, tmp_path):
+def test_weights_of_excluded_files_are_not_counted(hub, tmp_path):
     folder = write_repository(hub.root, REPO, ENTRIES, COMMIT, QWEN3)
     (folder / "model.safetensors.index.json").unlink()
     (folder / "consolidated.safetensors").write_bytes(
@@ -151,8 +151,8 @@ def test_computes_cache_size_per_layer_type(kind):
 
 
 UNKNOWN = {
-    "another type of model": ({"model_type": "unheard"}, "layers of unheard are unknown"),
-    "another type of layer": ({"layer_types": ["full_attention", "odd"]}, "'odd' are unknown"),
+    "another type of model": ({"model_type": "unheard"}, "the layer types of unheard are unknown"),
+    "another type of layer": ({"layer_types": ["full_attention", "odd"]}, "layer type 'odd'"),
     "layers that do not add up": ({"layer_types": ["full_attention"]}, "but the model has 2"),
     "an indexer": ({"indexer_n_heads": 4}, "the effect of indexer_n_heads"),
     "a detail": ({"num_kv_shared_layers": 20}, "the effect of num_kv_shared_layers"),
@@ -162,7 +162,7 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize("case", UNKNOWN)
-def test_reports_unknown_cache(case):
+def test_reports_why_the_cache_size_is_unknown(case):
     changes, reason = UNKNOWN[case]
     result = read_anatomy(**changes)
     assert reason in result.cache_unknown
@@ -174,7 +174,7 @@ IMPOSSIBLE = ({"num_hidden_layers": -3}, {"head_dim": 2**80}, {"num_key_value_he
 
 
 @pytest.mark.parametrize("changes", IMPOSSIBLE, ids=str)
-def test_rejects_impossible_numbers(changes):
+def test_rejects_out_of_range_numbers_in_config_json(changes):
     with pytest.raises(LockError) as refused:
         read_anatomy(**changes)
     [problem] = refused.value.problems
@@ -202,7 +202,7 @@ EVERYTHING = {
 @example(text=json.dumps({**QWEN3, "num_attention_heads": 2**31, "hidden_size": 1}).encode())
 @example(text=json.dumps({**QWEN3, "quantization_config": [1]}).encode())
 @example(text=json.dumps({**QWEN3, "model_type": "q\x1b[2Jwen"}).encode())
-def test_any_configuration_is_read_or_rejected(text):
+def test_any_config_json_is_read_or_rejected(text):
     try:
         config = json.loads(text)
     except (ValueError, RecursionError):

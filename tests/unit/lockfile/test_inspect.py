@@ -57,7 +57,7 @@ def test_compares_repository_with_every_model(here, capsys):
 
 
 @pytest.mark.slow
-def test_recognises_hybrid_repository(hub, here, capsys):
+def test_recognizes_hybrid_repository(hub, here, capsys):
     fp8 = {name: item for name, item in donor_entries().items() if ".shared_expert." in name}
     swapped = {name: item for name, item in fp8.items() if name.startswith("model.")}
     write_repository(hub.root, "lab/hybrid", {**base_entries(), **swapped}, commit="4" * 40)

@@ -47,7 +47,7 @@ def test_never_downloads_pickle_or_code(look_up, tmp_path):
     assert "modeling_x.py: is code" in path.read_text()
 
 
-def test_download_jobs_exclude_left_out_files(look_up):
+def test_download_jobs_exclude_unsafe_files(look_up):
     settings = settings_of()
     source = source_plan(look_up("model.safetensors", "config.json", *CODE), settings)
     [order] = fetch_job(source).inputs
@@ -94,7 +94,7 @@ def test_rejects_old_lock_that_lists_code():
     assert f"update --only {REPO}" in caught.value.problems[0].fix
 
 
-def test_leaving_out_files_changes_directory_of_checkpoint():
+def test_partial_download_has_a_separate_directory():
     weights = (SourceFile("model.safetensors", 1, sha256="a" * 64),)
     plain = LockedSource(REPO, "main", "1" * 40, weights)
     partial = LockedSource(REPO, "main", "1" * 40, weights, {"x.py": "is code"})

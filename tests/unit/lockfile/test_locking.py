@@ -155,7 +155,7 @@ def test_looks_up_only_missing_names(settings, tmp_path, missing):
     assert len(Server.requests) == missing
 
 
-def test_required_lock_rejects_new_names(settings, tmp_path):
+def test_required_lock_rejects_names_that_are_not_locked(settings, tmp_path):
     strict = dataclasses.replace(settings, locked="required")
     with pytest.raises(LockError) as caught:
         load_or_extend_lock(strict, CATALOG, tmp_path / "spark.lock.yml", lambda text: None)
@@ -196,7 +196,7 @@ def test_reports_unreachable_hub():
         hub.look_up_repo("http://127.0.0.1:9", "lab/tiny-int4", "main", None)
 
 
-def test_locks_digest_of_tag_and_size_for_platform(server):
+def test_locks_digest_and_compressed_size_of_an_image(server):
     result = registry.look_up_image(f"{server}/lab/engine:many", arch="aarch64", insecure=[server])
     assert (result.digest, result.size_bytes) == (sha(INDEX), 1000)
 

@@ -86,7 +86,7 @@ def test_stores_verified_names_in_the_lock(hub, settings, lock, tmp_path):
     assert hub.requests == []
 
 
-def test_downloads_headers_only(hub, settings, lock):
+def test_verifying_names_downloads_only_headers(hub, settings, lock):
     verify_names(settings, CATALOG, lock, quiet)
     for repo in (BASE, DONOR):
         ranges = requested_ranges(hub, repo)
@@ -129,7 +129,7 @@ def test_rejects_sources_that_differ_from_catalog(hub, here, capsys, wrong):
     assert not (here / "spark.lock.yml").exists()
 
 
-def test_plan_works_without_the_hub_after_update(hub, here, capsys):
+def test_planning_needs_no_hub_after_update(hub, here, capsys):
     assert main(["update", "inventory.py", "--check"]) == 1
     assert main(["update", "--missing", "inventory.py"]) == 0
     assert BUILD in read_lock(here / "spark.lock.yml").names
@@ -140,7 +140,7 @@ def test_plan_works_without_the_hub_after_update(hub, here, capsys):
     assert (hub.requests, capsys.readouterr().err) == ([], "")
 
 
-def test_completes_a_lock_without_names(hub, here, capsys):
+def test_update_adds_verified_names_to_an_older_lock(hub, here, capsys):
     assert main(["update", "--missing", "inventory.py"]) == 0
     path = here / "spark.lock.yml"
     whole = path.read_text()
@@ -189,7 +189,7 @@ def test_locks_hash_of_donor_tensors_after_first_build(here, capsys, monkeypatch
 
 
 @pytest.mark.slow
-def test_new_commit_needs_a_new_verification(hub, settings, lock):
+def test_new_commit_is_verified_again(hub, settings, lock):
     verified = verify_names(settings, CATALOG, lock, quiet)
     write_repository(hub.root, BASE, base_entries(), commit="3" * 40)
     moved = verified.with_entries([lookup.look_up_repo(hub.url, BASE, "main", None)])
@@ -200,7 +200,7 @@ def test_new_commit_needs_a_new_verification(hub, settings, lock):
 
 
 @pytest.mark.slow
-def test_changed_catalog_needs_a_new_verification(hub, settings, lock):
+def test_changed_catalog_is_verified_again(hub, settings, lock):
     verified = verify_names(settings, CATALOG, lock, quiet)
     model = CATALOG.model("lab-tiny")
     sets = dataclasses.replace(model.tensors, base=(*model.tensors.base, "model.new.weight"))
@@ -210,7 +210,7 @@ def test_changed_catalog_needs_a_new_verification(hub, settings, lock):
         verify_names(settings, catalog, verified, quiet)
 
 
-def test_deploy_continues_without_the_hub(hub, settings, lock, tmp_path):
+def test_deploy_continues_if_the_hub_is_unreachable(hub, settings, lock, tmp_path):
     path, output = tmp_path / "spark.lock.yml", []
     hub.fault = lambda handler, path, data: handler.answer(404, b"") or True
     assert verified_lock(settings, CATALOG, path, lock, output.append) == lock
@@ -223,7 +223,7 @@ def test_deploy_continues_without_the_hub(hub, settings, lock, tmp_path):
     assert BUILD in read_lock(path).names
 
 
-def test_required_lock_works_offline(hub, settings, lock, tmp_path):
+def test_required_lock_needs_no_hub(hub, settings, lock, tmp_path):
     output: list[str] = []
     strict = dataclasses.replace(settings, locked="required")
     assert verified_lock(strict, CATALOG, tmp_path / "spark.lock.yml", lock, output.append) == lock
@@ -233,7 +233,7 @@ def test_required_lock_works_offline(hub, settings, lock, tmp_path):
     assert "`spark-deploy update --missing`" in message
 
 
-def test_does_not_verify_names_without_a_build(hub, settings, lock):
+def test_does_not_verify_names_for_profiles_without_a_build(hub, settings, lock):
     base = dataclasses.replace(settings, profile="base")
     assert verify_names(base, CATALOG, lock, quiet) == lock
     assert hub.requests == []

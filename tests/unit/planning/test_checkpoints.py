@@ -38,7 +38,7 @@ GIB = 1 << 30
         ({**INT4, **DISCARD}, "downloaded again"),
     ],
 )  # fmt: skip
-def test_refuses_checkpoints_that_cannot_be_built(settings, message):
+def test_rejects_checkpoints_that_cannot_be_built(settings, message):
     with pytest.raises(PlanError) as error:
         plan_of(**settings)
     assert message in str(error.value)
@@ -55,7 +55,7 @@ def test_layout_changes_checkpoint_and_keep_base_does_not():
 INT4_DRAFTER = {"engine.drafter": "int4-g128"}
 
 
-def test_drafter_setting_rounds_mtp_weights_and_names_another_checkpoint():
+def test_drafter_setting_rounds_mtp_weights_and_builds_a_separate_checkpoint():
     kept, int4 = plan_of(), plan_of(**INT4_DRAFTER)
     modules = expand_all(int4.checkpoint.build.drafter_int4)
     weights = expand_all(kept.checkpoint.build.mtp_tensors)
@@ -75,7 +75,7 @@ def test_drafter_that_the_base_stores_as_int4_is_kept():
     assert int4.memory == kept.memory
 
 
-def test_refuses_int4_drafter_without_16_bit_weights():
+def test_rejects_int4_drafter_without_16_bit_weights():
     settings = settings_of(**INT4_DRAFTER)
     model, profile = model_and_profile(settings, CATALOG)
     reject_unbuildable_checkpoint(model, profile, settings)
@@ -85,7 +85,7 @@ def test_refuses_int4_drafter_without_16_bit_weights():
 
 
 @pytest.mark.parametrize(("settings", "kept"), [(FULL, 1), (DISCARD, 0)])
-def test_disk_plan_counts_discarded_base_at_peak_only(settings, kept):
+def test_disk_plan_counts_discarded_base_only_at_peak(settings, kept):
     plan = plan_of(**settings)
     base = plan.checkpoint.base
     [use] = [use for use in plan.disk if use.path == base.dir]
@@ -105,7 +105,7 @@ def test_discarded_base_is_fetched_only_without_checkpoint_and_removed_last():
     assert removal.job.argv[-4:] == ("discard", base, "--tree", plan.checkpoint.dir)
 
 
-def test_base_that_is_kept_again_is_fetched_by_another_job():
+def test_keeping_the_base_again_creates_a_new_fetch_job():
     fetch = plan_jobs(plan_of(**FULL), ())[0].job
     assert discard_jobs(plan_of(**FULL)) == ()
     assert fetch.unless is None
@@ -134,7 +134,7 @@ def test_needs_disk_only_for_missing_files(settings, present_bytes, needed_gib):
 
 
 @pytest.mark.parametrize(("layout", "pieces"), [("overlay", False), ("full", True)])
-def test_download_is_hashed_in_pieces_for_full_layout_only(layout, pieces):
+def test_download_is_hashed_in_chunks_only_for_full_layout(layout, pieces):
     [order] = plan_jobs(plan_of(**{"checkpoint.layout": layout}), ())[0].inputs
     assert json.loads(order.content)["pieces"] is pieces
 
@@ -193,11 +193,11 @@ def test_profile_without_build_serves_int4_checkpoint():
         ({"hub.token": {"env": "TOKEN"}}, True),
     ],
 )
-def test_int4_folder_is_named_by_inputs_only(change, same):
+def test_int4_folder_name_depends_only_on_build_inputs(change, same):
     assert (plan_of(**INT4, **change).requantized.dir == plan_of(**INT4).requantized.dir) is same
 
 
-def test_calibration_text_is_sent_with_job_and_names_checkpoint(tmp_path):
+def test_calibration_text_is_sent_with_job_and_changes_the_checkpoint_name(tmp_path):
     folders = set()
     for text in ("one", "two"):
         path = tmp_path / f"{text}.jsonl"
@@ -221,7 +221,7 @@ def test_peer_copies_int4_checkpoint_without_16_bit_repository():
     assert not [work for work in jobs if work.job.kind == "fetch"]
 
 
-def test_int4_checkpoint_needs_disk_and_16_bit_repository_is_pruned():
+def test_disk_plan_includes_int4_checkpoint_and_pruning_removes_16_bit_repository():
     plan = plan_of(**INT4)
     path = plan.requantized.dir
     assert dict(plan.preflight.disk_needed_bytes)[path] > plan.requantized.size_bytes
@@ -236,13 +236,13 @@ def test_int4_checkpoint_needs_disk_and_16_bit_repository_is_pruned():
         ({"requantize.iters": 1}, "requantize.calibration"),
     ],
 )
-def test_refuses_int4_checkpoint_without_inputs(settings, message):
+def test_rejects_int4_checkpoint_without_16_bit_repository_or_calibration(settings, message):
     with pytest.raises(PlanError, match=message):
         plan_of(**{**INT4, **settings})
 
 
 @pytest.mark.parametrize("content", ["", "no json\n", '{"prompt": "x"}\n', '{"text": 3}\n'])
-def test_refuses_calibration_file_without_texts(tmp_path, content):
+def test_rejects_calibration_file_without_texts(tmp_path, content):
     path = tmp_path / "text.jsonl"
     path.write_text(content)
     with pytest.raises(SettingsError, match=r"requantize\.calibration"):

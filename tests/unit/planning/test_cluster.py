@@ -128,7 +128,7 @@ def test_only_cluster_members_use_the_host_network():
     assert single_args == member_args
 
 
-def test_unit_of_member_fences_its_ports():
+def test_service_unit_of_a_cluster_member_blocks_foreign_access_to_its_ports():
     plan = plan_on("spark-1", FABRIC)
     path = f"{plan.release.serve_unit}.d/50-cluster.conf"
     [text] = [f.content.decode() for f in release_files(plan) if f.path.endswith(path)]
@@ -148,7 +148,7 @@ def test_subnet_without_rdma_uses_tcp():
     assert "NCCL_IB_HCA" not in head.env
 
 
-def test_refuses_members_without_a_common_network():
+def test_rejects_members_without_a_common_network():
     apart = tuple(
         replace(port, addresses=(f"10.{number}.0.2/24",)) if port.up else port
         for number, port in enumerate(cabled_ports(0, 11))
@@ -165,7 +165,7 @@ def test_refuses_members_without_a_common_network():
         assert [problem.where for problem in error.value.problems] == refused
 
 
-def test_refuses_host_without_cable():
+def test_rejects_host_without_cable():
     bare = Ports((LAN, Port("enp1s0f0np0", False, 1500, None, (), None, None)))
     with pytest.raises(PlanError) as error:
         plan_on("spark-1", {**FABRIC, "spark-2": bare})
@@ -188,16 +188,16 @@ def readdressed(ports, *addresses):
         (readdressed((LAN, *cabled_ports(0, 11)), "192.168.1.2/24", "192.168.100.11/24",
                      "192.168.100.12/24"),
          "spark-2: enP2p1s0f0np0: 192.168.100.0/24 is also the network of enp1s0f0np0"),
-        ((LAN, *cabled_ports(1, 10)), "spark-2: cluster: has 192.168.100.10"),
+        ((LAN, *cabled_ports(1, 10)), "spark-2: cluster: has the same address as spark-1"),
     ],
 )  # fmt: skip
-def test_refuses_ambiguous_networks(second, message):
+def test_rejects_ambiguous_networks(second, message):
     with pytest.raises(PlanError) as error:
         plan_on("spark-1", {**FABRIC, "spark-2": Ports(second)})
     assert message in str(error.value)
 
 
-def test_each_release_has_its_own_ports():
+def test_each_cluster_release_has_separate_ports():
     base = clustered()
     watch = replace(base.watch, stall_s=10 * base.watch.stall_s)
     clusters = [plan_on("spark-1", FABRIC, settings).release.cluster
@@ -207,7 +207,7 @@ def test_each_release_has_its_own_ports():
     assert all(cluster.port % 2 == 0 for cluster in clusters)
 
 
-def test_plan_without_hosts_has_placeholder_addresses():
+def test_plan_without_host_facts_has_placeholder_addresses():
     assert "ADDRESS-OF-spark-1" in plan_on("spark-1", {}).release.cluster.members[1].argv
 
 
@@ -249,7 +249,7 @@ def test_guard_rails_apply_to_clusters(hosts, options, rule):
     assert f"guard rail {rule}:" in plan_problems(settings, shipped_catalog())[0].what
 
 
-def test_refuses_prefix_caching_for_397b_on_two_hosts():
+def test_rejects_prefix_caching_for_397b_on_two_hosts():
     pair = Settings(
         model="qwen3.5-397b", profile="agent", cluster=ClusterSettings(hosts=PAIR),
         memory=replace(Settings().memory, total_gib=400),
@@ -315,8 +315,8 @@ def test_configures_listed_ports_without_rdma():
 @pytest.mark.parametrize(
     ("ports", "fabric", "message"),
     [
-        ((LAN,), {}, "0 ports with RDMA and a cable"),
-        ((*without_addresses(0)[:2], *without_addresses(1)[2:]), {}, "4 ports with RDMA"),
+        ((LAN,), {}, "0 cabled RDMA ports"),
+        ((*without_addresses(0)[:2], *without_addresses(1)[2:]), {}, "4 cabled RDMA ports"),
         ((LAN, *without_addresses(1)), {"interfaces": ("eth7", "eth8")},
          "eth7, eth8: no such interface"),
         ((LAN, *cabled_ports(1, 50)), {}, "already has 192.168.100.50/24"),
@@ -324,17 +324,17 @@ def test_configures_listed_ports_without_rdma():
          "used by enP7s7"),
     ],
 )  # fmt: skip
-def test_refuses_conflicting_ports(ports, fabric, message):
+def test_rejects_conflicting_ports(ports, fabric, message):
     with pytest.raises(PlanError, match=message):
         network_plan("spark-1", *ports, **fabric)
 
 
-def test_refuses_host_outside_fabric():
+def test_rejects_host_outside_fabric():
     with pytest.raises(PlanError, match=r"fabric\.hosts"):
         network_plan("spark-9", LAN, *without_addresses(1))
 
 
-def test_returns_present_addresses():
+def test_lists_existing_addresses_if_every_fabric_port_has_one():
     ports = Ports((LAN, *cabled_ports(1, 50)))
     assert existing_addresses("spark-1", fabric_settings(), ports) == (
         "enp1s0f1np1 192.168.100.50/24, enP2p1s0f1np1 192.168.101.50/24"
@@ -348,7 +348,7 @@ def test_returns_present_addresses():
         ({"networks": ("8.8.8.0/24",)}, "is not a private network"),
         ({"networks": ("192.168.100.1/24",)}, "has host bits set"),
         ({"networks": ("192.168.100.0/29",)}, "has too few addresses"),
-        ({"interfaces": ("eth1",)}, "1 interfaces for 2 networks"),
+        ({"interfaces": ("eth1",)}, "1 interfaces are listed for 2 networks"),
         ({"measure": True, "restore": True}, "restored networks cannot be measured"),
     ],
 )
@@ -356,7 +356,7 @@ def test_rejects_unusable_fabric_settings(fabric, message):
     assert [broken for broken in FabricSettings(**fabric).violations() if message in broken.what]
 
 
-def test_links_cover_both_twins_from_both_ends():
+def test_links_include_both_twin_ports_in_both_directions():
     links = [
         (link.interface, link.address)
         for host in PAIR
@@ -368,7 +368,7 @@ def test_links_cover_both_twins_from_both_ends():
     ]  # fmt: skip
 
 
-def test_each_host_measures_link_to_next_host():
+def test_each_host_measures_the_link_to_the_next_host():
     names = ("a", "b", "c")
     ports = {name: Ports(cabled_ports(0, number)) for number, name in enumerate(names, 10)}
     settings = fabric_settings(*names)
@@ -396,7 +396,7 @@ def test_link_speed_is_limited_by_the_slower_end():
     assert {link.speed_mbit_per_s for link in links} == {100000}
 
 
-def test_links_without_rdma_follow_subnet_or_interfaces():
+def test_links_without_rdma_are_selected_by_subnet_or_interface():
     ports = {
         name: Ports((LAN, Port("eth1", True, 1400, None, (f"10.9.0.{number}/24",), None, None)))
         for number, name in enumerate(PAIR, 1)
@@ -408,7 +408,7 @@ def test_links_without_rdma_follow_subnet_or_interfaces():
         assert (link.interface, link.address, link.mtu) == ("eth1", "10.9.0.2", 1400)
 
 
-def test_refuses_to_measure_without_addresses_or_second_host():
+def test_rejects_to_measure_without_addresses_or_second_host():
     bare = {**FABRIC, "spark-2": Ports((LAN, *without_addresses(0)))}
     with pytest.raises(PlanError, match="shares a network with spark-2"):
         fabric_links("spark-1", fabric_settings(*PAIR), bare)
@@ -434,18 +434,18 @@ def test_refuses_to_measure_without_addresses_or_second_host():
         ({"canary": "elsewhere", "at_once": "all"}, "a b c d e"),
     ],
 )
-def test_hosts_change_in_waves_after_canary(rollout, expected):
+def test_hosts_are_updated_in_waves_after_the_canary(rollout, expected):
     waves = plan_waves(dict.fromkeys("abcde", RolloutSettings(**rollout)))
     assert " | ".join(" ".join(wave) for wave in waves) == expected
 
 
-def test_smallest_at_once_limits_wave():
+def test_smallest_at_once_limits_a_wave():
     at_once = {"a": "all", "b": "all", "c": 2, "d": "all", "e": "all"}
     waves = plan_waves({host: RolloutSettings(n) for host, n in at_once.items()})
     assert waves == (("a", "b"), ("c", "d"), ("e",))
 
 
-def test_cluster_members_change_together():
+def test_cluster_members_are_updated_in_the_same_wave():
     plain = dict.fromkeys("abcd", RolloutSettings())
     assert plan_waves(plain, [("b", "c"), ("b", "c"), ()]) == (("a",), ("d",), ("b", "c"))
     canary = dict.fromkeys("abcd", RolloutSettings(canary="c"))

@@ -80,7 +80,7 @@ def test_unknown_cache_of_drafter_makes_cache_unknown():
     unknown = replace(DRAFTER, cache=(), cache_unknown="layers of x are unknown")
     memory = make_plan(EAGLE, anatomies=(ANATOMY, unknown)).memory
     assert memory.kv_tokens is None
-    assert memory.unknown == ("KV cache of a token, the drafter's: layers of x are unknown",)
+    assert memory.unknown == ("KV cache of the drafter per token: layers of x are unknown",)
 
 
 def test_ngram_drafts_do_not_need_memory():
@@ -93,7 +93,7 @@ def test_ngram_drafts_do_not_need_memory():
     assert len(plan.sources) == 1
 
 
-def test_drafts_setting_keeps_method_or_disables_drafter():
+def test_drafts_setting_changes_only_the_count_and_zero_disables_the_drafter():
     fewer, off = (make_plan(EAGLE, **{"engine.drafts": drafts}) for drafts in (1, 0))
     config = drafts_of(fewer)
     assert (config["method"], config["num_speculative_tokens"]) == ("eagle3", 1)
@@ -101,7 +101,7 @@ def test_drafts_setting_keeps_method_or_disables_drafter():
     assert len(off.sources) == 1
 
 
-def test_adapter_has_name_mount_and_slot():
+def test_adapter_has_a_served_name_a_mount_and_a_lora_slot():
     plan, without = make_plan(model=ADAPTED), make_plan()
     argv = plan.release.engine.argv
     assert plan.release.names == ("dense", "law")
@@ -115,12 +115,12 @@ def test_adapter_has_name_mount_and_slot():
     assert plan.memory.weights_bytes - without.memory.weights_bytes == 64 << 20
 
 
-def test_refuses_adapters_with_drafts():
+def test_rejects_adapters_with_drafts():
     with pytest.raises(PlanError, match="unverified with adapters"):
         make_plan(Speculation(method="ngram", tokens=3), model=ADAPTED)
 
 
-def test_lock_needs_all_mounted_repositories():
+def test_lock_requires_drafter_and_adapter_repositories():
     settings = replace(settings_of(), model="dense", profile="plain")
     wanted = required_names(settings, catalog_with(ADAPTED, EAGLE))
     assert {repo for repo, _ in wanted.sources} == {REPO, DRAFT, "org/lora"}
@@ -132,7 +132,7 @@ def test_release_without_companions_has_no_companion_field():
     assert parse(Release, to_json(release)).trees == (release.tree,)
 
 
-def test_block_size_option_is_counted():
+def test_cache_plan_uses_the_block_size_option():
     plan = make_plan(options={"block-size": 64})
     assert plan.memory.block_tokens == 64
     assert value_of(plan, "--block-size") == "64"

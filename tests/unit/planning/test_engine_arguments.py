@@ -68,7 +68,7 @@ def test_options_become_unquoted_arguments(options, arguments):
 
 
 @pytest.mark.parametrize("options", [{"a": "-x"}, {"a": -1}, {"a": ["b", "--c"]}])
-def test_refuses_value_that_looks_like_option(options):
+def test_rejects_value_that_looks_like_an_option(options):
     with pytest.raises(PlanError, match="begins with '-'"):
         option_arguments(options)
 
@@ -80,7 +80,7 @@ def test_serves_all_names_in_order():
     assert arguments[start + 3].startswith("--")
 
 
-def test_online_fp8_quantises_only_shared_experts():
+def test_online_fp8_quantizes_only_shared_experts():
     targets = json.loads(value_of(argv("online-fp8"), "--quantization-config"))["targets"]
     [pattern] = [target.removeprefix("re:") for target in targets]
     layer = "language_model.model.layers.47.mlp"
@@ -115,7 +115,7 @@ def test_disables_kernel_tuning_unless_options_enable_it(options, kernel_config)
 
 
 @pytest.mark.parametrize("option", ["kernel-config", "additional-config"])
-def test_refuses_option_that_is_not_a_mapping(option):
+def test_rejects_option_that_is_not_a_mapping(option):
     with pytest.raises(PlanError) as error:
         argv(OWN_HEAD, options={option: "auto"})
     assert error.value.problems[0].where == f"engine option {option}"
@@ -127,7 +127,7 @@ def test_option_in_settings_replaces_the_profile_option():
     assert value_of(arguments, "--load-format") == "safetensors"
 
 
-def test_own_head_keeps_16_bits_in_checkpoint_and_is_int8_in_engine():
+def test_int8_triton_head_is_16_bit_in_the_checkpoint_and_int8_in_the_engine():
     profiles = {**CATALOG.profiles, ("v2", "large"): OWN_HEAD}
     plan = plan_with(settings_of(), replace(CATALOG, profiles=profiles))
     assert plan.checkpoint.build.head == "keep"
@@ -148,7 +148,7 @@ def test_own_head_keeps_16_bits_in_checkpoint_and_is_int8_in_engine():
         ('{"gdn_prefill_backend": "triton"}', {"gdn_prefill_backend": "triton"}),
     ],
 )
-def test_our_lm_head_option_is_merged_into_additional_config(options, added):
+def test_lm_head_setting_is_merged_into_additional_config(options, added):
     chosen = {"additional-config": options} if options else {}
     merged = json.loads(value_of(argv(OWN_HEAD, options=chosen), "--additional-config"))
     spark = {"lm_head": "int8-triton", "lm_head_times": HEAD_TIMINGS_PATH, **added.get("spark", {})}
@@ -167,7 +167,7 @@ def test_pins_drafter_kernel_of_cluster_model():
     assert pins_drafter_experts(SHIPPED.model("qwen3.5-397b"), profile)
 
 
-def test_only_pinned_kernel_matches_required_line():
+def test_required_log_line_matches_only_the_pinned_kernel():
     assert re.search(TRITON_EXPERTS_LINE, TRITON_EXPERTS)
     assert re.search(TRITON_EXPERTS_LINE, "Using TRITON Unquantized MoE LoRA backend")
     for other in ("FlashInfer CUTLASS", "BATCHED_TRITON"):
@@ -192,7 +192,7 @@ def plain(**anatomy):
     ],
     ids=["16-bit experts", "quantised experts", "dense", "unknown"],
 )
-def test_pins_the_kernel_of_16_bit_experts_only(model, pinned):
+def test_pins_the_kernel_only_for_16_bit_experts(model, pinned):
     assert pins_drafter_experts(model, with_drafts(SHIPPED.profile("v2", MODEL), 2)) is pinned
     assert pins_target_experts(model, PLAIN) is pinned
 
@@ -223,7 +223,7 @@ def test_options_and_portable_mode_disable_pinning(change):
     assert TRITON_EXPERTS_LINE not in required_and_forbidden_lines(model, profile, plugin=False)[0]
 
 
-def test_does_not_pin_drafter_of_other_repository_or_portable_mode():
+def test_does_not_pin_drafter_from_separate_repository_or_in_portable_mode():
     profile = SHIPPED.profile("v2", MODEL)
     for changed in (
         replace(profile, speculation=replace(profile.speculation, repository="org/drafter")),

@@ -132,7 +132,7 @@ def text_of(case):
 
 
 @pytest.mark.parametrize("case", TEXTS)
-def test_text_matches_reviewed_golden(case):
+def test_plan_text_matches_reviewed_golden(case):
     lines, base = text_of(case), text_of("default")
     changed = lines if case == "default" else ["as default, but", *changes(base, lines)]
     compare(f"text-{case}.txt", "\n".join([*changed, ""]))

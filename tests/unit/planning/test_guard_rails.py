@@ -135,7 +135,7 @@ def test_every_rule_has_a_case():
 
 
 @pytest.mark.parametrize("rule", TRIPS)
-def test_rule_applies_to_its_combination_only(rule):
+def test_rule_applies_only_to_its_combination(rule):
     [rail] = [rail for rail in RAILS if rail.rule == rule]
     assert apply_rails([rail], CALM) == ()
     if rail.effect == "warn":
@@ -153,7 +153,7 @@ def test_warns_about_a_drafter_repository_on_a_hybrid_model(method):
     assert [warning.partition(":")[0] for warning in warnings] == ["drafter-of-a-repository"]
 
 
-def test_evidence_of_rules_exists():
+def test_evidence_for_each_rule_exists():
     results = CHECKOUT / "proofs/results"
     for rail in RAILS:
         if rail.evidence == "measured":
@@ -172,14 +172,14 @@ def test_evidence_of_rules_exists():
             assert re.search(r"#\d+|community|warnings of", rail.source), rail.rule
 
 
-def test_refuses_rule_about_unknown_fact():
+def test_rejects_rule_about_unknown_fact():
     misspelt = replace(CATALOG.rails[0], applies={"kv_cach": {"is": "auto"}})
     [problem] = plan_problems(settings_of(), replace(CATALOG, rails=(misspelt,)))
     assert problem.where == f"catalog/guard_rails.yml: {misspelt.rule}: kv_cach"
     assert problem.fix == "did you mean kv_cache?"
 
 
-def test_reports_all_refusals_together():
+def test_reports_all_rejections_together():
     options = {"attention-backend": "FLASH_ATTN", "pipeline_parallel_size": 2}
     assert len(with_options("v2-tq", **options)) == 3
 
@@ -206,7 +206,7 @@ WARNINGS: list[tuple[str, dict[str, Any], bool]] = [
 
 
 @pytest.mark.parametrize(("rule", "settings", "warned"), WARNINGS)
-def test_warns_about_settings(rule, settings, warned):
+def test_warns_about_risky_settings(rule, settings, warned):
     warnings = resolve(settings_of(**settings), CATALOG).warnings
     assert any(text.startswith(rule) for text in warnings) is warned
 
@@ -220,7 +220,7 @@ def test_warns_about_settings(rule, settings, warned):
         ("registry.lan/engine:ours", False),
     ],
 )
-def test_prefix_caching_with_drafts_is_unproven_on_older_engines(image, unproven):
+def test_warns_that_prefix_caching_with_drafts_is_untested_on_older_engines(image, unproven):
     agent = CATALOG.profile("agent", "large")
     assert facts(agent, **{"images.engine": image})["engine_prefixes_unproven"] is unproven
 
@@ -236,13 +236,13 @@ def test_prefix_caching_with_drafts_is_unproven_on_older_engines(image, unproven
     ],
 )
 @pytest.mark.parametrize("profile", ["v2", "v2-native", "base"])
-def test_refuses_experts_with_one_group_of_scales(model, options, refused, profile):
+def test_rejects_experts_with_one_group_of_scales(model, options, refused, profile):
     texts = problem_texts(model, profile, **{"engine.options": options})
     assert any("experts-of-one-group" in text for text in texts) is refused
     assert any("one-gpu-in-a-host" in text for text in texts)
 
 
-def test_turboquant_without_plugin_refuses_drafts_and_several_sequences():
+def test_rejects_drafts_or_several_sequences_with_turboquant_without_plugin():
     profile = CATALOG.profile("v2-tq", "large")
     assert profile.plugin
     stock = replace(
@@ -251,8 +251,8 @@ def test_turboquant_without_plugin_refuses_drafts_and_several_sequences():
     with pytest.raises(PlanError) as error:
         apply_rails(RAILS, facts(stock))
     assert [problem.what.split(":")[0] for problem in error.value.problems] == [
-        "refused by guard rail turboquant-with-drafts",
-        "refused by guard rail turboquant-with-several-sequences",
+        "rejected by guard rail turboquant-with-drafts",
+        "rejected by guard rail turboquant-with-several-sequences",
     ]
 
 
@@ -269,7 +269,7 @@ def test_turboquant_without_plugin_refuses_drafts_and_several_sequences():
         (f"vllm/vllm-openai@sha256:{'0' * 64}", False),
     ],
 )
-def test_refuses_engines_that_count_page_cache_as_used(image, refused):
+def test_rejects_engines_that_count_page_cache_as_used(image, refused):
     for profile in ("v2-native", "online-fp8", "base", "v2"):
         texts = problem_texts(profile=profile, **{"images.engine": image})
         expected = [True] * (refused and profile != "v2")
@@ -344,7 +344,7 @@ def test_accepts_new_model_runner_with_turboquant():
          "own-head-wi"),
     ],
 )  # fmt: skip
-def test_rules_recognise_every_option_spelling(profile, options, rule):
+def test_rules_recognize_every_option_spelling(profile, options, rule):
     texts = with_options(profile, **options)
     assert any(f"guard rail {rule}" in text for text in texts), texts
 
@@ -392,18 +392,18 @@ def refused_settings(option, value=True):
         ("kv_transfer_config", "remove it"),
     ],
 )
-def test_refuses_aliases_of_options_that_are_set_elsewhere(option, fix):
+def test_rejects_aliases_of_options_that_are_set_elsewhere(option, fix):
     assert fix in refused_settings(option)
 
 
 @pytest.mark.parametrize("value", ["two", [2], {"a": 1}, 1.5])
-def test_refuses_parallel_size_that_is_not_an_integer(value):
+def test_rejects_parallel_size_that_is_not_an_integer(value):
     message = refused_settings("pipeline_parallel_size", value)
     assert "is not a whole number" in message
     assert "pipeline_parallel_size" in message
 
 
-def test_every_option_of_plan_is_owned_or_free():
+def test_every_planned_option_is_reserved_or_listed_as_free():
     options = engine_options(LARGE, V2, plan_memory(LARGE, V2, settings_of()))
     free = {"load-format", "reasoning-parser", "enable-auto-tool-choice", "tool-call-parser"}
     free |= {"disable-access-log-for-endpoints"}
@@ -448,14 +448,14 @@ def refused_profile(tmp_path):
 
 
 @pytest.mark.parametrize("option", ["max-num-seqs", "device_memory_utilization", "spec-tok"])
-def test_refuses_decided_options_in_profiles(option, refused_profile):
+def test_rejects_options_in_profiles_that_have_a_setting(option, refused_profile):
     assert f"options.{option}" in refused_profile(options={option: 9})
 
 
 @pytest.mark.parametrize(
     "dtype", ["TurboQuant_k8v4", "FP8", "int8_per_token_head", "nvfp4", "turboquant"]
 )
-def test_refuses_cache_types_with_unknown_size(dtype, refused_profile):
+def test_rejects_cache_types_with_unknown_size(dtype, refused_profile):
     message = refused_profile(kv_cache={"dtype": dtype})
     assert dtype in message
     assert "turboquant_k8v4" in message
@@ -524,7 +524,7 @@ UNTRUSTED = [
 
 
 @pytest.mark.parametrize(("rule", "settings"), UNTRUSTED)
-def test_refuses_third_party_code_unless_its_rule_is_overridden(rule, settings):
+def test_rejects_third_party_code_unless_its_rule_is_overridden(rule, settings):
     [problem] = problems(**settings)
     assert f"guard rail {rule}:" in problem.what
     other = "docker-on-the-network" if rule == "trust-remote-code" else "trust-remote-code"
@@ -573,23 +573,23 @@ def test_accepts_settings_without_third_party_code(settings):
 @pytest.mark.parametrize(
     ("rule", "what", "fix"),
     [
-        ("trust-remote-kode", "not a guard rail", "did you mean trust-remote-code"),
+        ("trust-remote-kode", "no such guard rail", "did you mean trust-remote-code"),
         ("memory-fraction-unsafe", "cannot be overridden", "allowed: "),
     ],
 )
-def test_refuses_unknown_and_fixed_overrides(rule, what, fix):
+def test_rejects_overrides_of_unknown_or_mandatory_rules(rule, what, fix):
     [problem] = problems(override_rails={rule: WHY})
     assert what in problem.what
     assert fix in problem.fix
 
 
-def test_override_needs_reason():
+def test_override_requires_a_reason():
     with pytest.raises(SettingsError):
         settings_of(override_rails={"trust-remote-code": ""})
 
 
 @pytest.mark.parametrize("tokens", [NATIVE_CONTEXT + 1, 36 * NATIVE_CONTEXT])
-def test_refuses_context_beyond_native_length(tokens):
+def test_rejects_context_beyond_native_length(tokens):
     [problem] = problems(**{"engine.max_context_tokens": tokens})
     assert problem.where == "engine.max_context_tokens"
     assert f"set engine.max_context_tokens to {NATIVE_CONTEXT} or less" in problem.fix
@@ -604,7 +604,7 @@ def test_accepts_context_stretched_by_option_with_warning():
     assert sum("stretched-context" in text for text in warnings) == 1
 
 
-def test_refuses_more_sequences_than_tokens_per_step():
+def test_rejects_more_sequences_than_tokens_per_step():
     limits = replace(V2.limits, max_sequences=4, max_batched_tokens=3)
     [problem] = model_profile_problems(
         LARGE, replace(V2, limits=limits), settings_of(), CATALOG.engines
@@ -624,7 +624,7 @@ def test_refuses_more_sequences_than_tokens_per_step():
         ("registry:5000/v0.9/vllm:nightly", False),
     ],
 )
-def test_refuses_engines_unsupported_by_plugin(image, refused):
+def test_rejects_engines_unsupported_by_plugin(image, refused):
     engines = supported_engines()
     settings = settings_of(profile="v2", **{"images.engine": image})
     refusals = plan_problems(settings, CATALOG, engines)
@@ -634,7 +634,7 @@ def test_refuses_engines_unsupported_by_plugin(image, refused):
     assert not [p for p in plan_problems(without, CATALOG, engines) if "plugin" in p.what]
 
 
-def test_refuses_unused_image_role():
+def test_rejects_unused_image_role():
     [problem] = problems(**{"images.engin": "vllm/vllm-openai:v0.32.0"})
     assert (problem.where, problem.fix) == ("images.engin", "did you mean images.engine?")
     [problem] = problems(**{"images.webui": "open-webui:1"})

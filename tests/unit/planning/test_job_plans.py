@@ -42,7 +42,7 @@ def digests(works):
     return [work.job.digest for work in works]
 
 
-def test_mirrors_come_before_hub():
+def test_mirrors_are_tried_before_the_hub():
     assert read(fetch_job(SOURCE), "fetch.json")["urls"] == [
         f"http://{host}/org/name/resolve/{'a' * 40}/" for host in ("mirror", "hub")
     ]
@@ -109,7 +109,7 @@ def orders(model, profile):
 
 @pytest.mark.parametrize("profile", CATALOG.profile_names)
 @pytest.mark.parametrize("model", ["large", "small"])
-def test_host_reads_orders_as_written(model, profile):
+def test_host_parses_job_plans_without_changes(model, profile):
     written = orders(model, profile)
     kinds: dict[str, Any] = {"fetch": FetchPlan}
     if CATALOG.profile(profile, model).builds_checkpoint:
@@ -120,7 +120,7 @@ def test_host_reads_orders_as_written(model, profile):
 
 
 @pytest.mark.parametrize("model", ["large", "small"])
-def test_build_order_lists_donor_shapes_for_swapped_modules(model):
+def test_build_plan_lists_donor_shapes_for_swapped_modules(model):
     order, shape = orders(model, "v2")["checkpoint"], CATALOG.model(model).architecture
     shapes = {
         name: (part["weight"], part["scale"])
@@ -144,7 +144,7 @@ def plan_ready(*pairs, **settings):
     return plan_of("large", "v2", keep_ready=list(pairs), **settings)
 
 
-def test_ready_pair_adds_only_jobs_that_are_not_shared():
+def test_kept_ready_model_adds_only_jobs_not_shared_with_the_active_one():
     jobs = ready_jobs(plan_ready(SMALL), ())
     assert sorted(work.job.kind for work in jobs) == ["checkpoint", "fetch"]
     served, ready = plan_ready(), plan_ready(TURBOQUANT)
@@ -152,7 +152,7 @@ def test_ready_pair_adds_only_jobs_that_are_not_shared():
     assert [use.label for use in ready.disk if use not in served.disk] in ([], ["compile cache"])
 
 
-def test_ready_pairs_do_not_change_served_release():
+def test_kept_ready_models_do_not_change_the_served_release():
     served, ready = plan_ready(), plan_ready({"model": "large", "profile": "v2"}, BASE, SMALL)
     assert [(pair.model, pair.profile) for pair in ready.ready] == [
         ("large", "base"),
@@ -162,14 +162,14 @@ def test_ready_pairs_do_not_change_served_release():
     assert plan_jobs(ready, ()) == plan_jobs(served, ())
 
 
-def test_switching_to_a_ready_pair_does_not_need_jobs():
+def test_switching_to_a_kept_ready_model_needs_no_jobs():
     plan = plan_ready(SMALL, BASE)
     done = {*digests(plan_jobs(plan, ())), *digests(ready_jobs(plan, ()))}
     for pair in (SMALL, BASE):
         assert set(digests(plan_jobs(plan_of(pair["model"], pair["profile"]), ()))) <= done
 
 
-def test_ready_pairs_need_disk_images_and_locked_names():
+def test_kept_ready_models_need_disk_images_and_locked_names():
     served, ready = plan_ready().preflight, plan_ready(BASE, SMALL).preflight
     added = sum(dict(ready.disk_needed_bytes).values())
     added -= sum(dict(served.disk_needed_bytes).values())
@@ -181,14 +181,14 @@ def test_ready_pairs_need_disk_images_and_locked_names():
     assert any("small" in repo for repo, _ in wanted.sources)
 
 
-def test_refuses_ready_pair_that_cannot_be_served():
+def test_rejects_kept_ready_model_that_cannot_be_served():
     refusals = problems(keep_ready=[{"model": "huge", "profile": "v2"}])
     assert refusals
     assert all("keep_ready huge with v2" in problem.where for problem in refusals)
 
 
 @pytest.mark.parametrize("pair", [BASE, SMALL, TURBOQUANT])
-def test_pruning_keeps_files_of_ready_pairs(pair):
+def test_pruning_keeps_files_of_kept_ready_models(pair):
     keep = keep_list(plan_ready(pair))
     for plan in (plan_ready(), plan_of(pair["model"], pair["profile"])):
         mounts = {mount.source for mount in plan.release.engine.mounts}
@@ -229,7 +229,7 @@ def members(states, digest=TREE):
         ("-", {"a": ""}),
     ],
 )
-def test_peers_with_all_files_come_first_and_rotate(states, expected):
+def test_peers_with_all_files_come_first_in_rotating_order(states, expected):
     hosts = members(states)
     assert {name: "".join(peer_urls(name, TREE, hosts)) for name in expected} == expected
 
@@ -248,7 +248,7 @@ def test_hosts_do_not_wait_for_each_other(states):
 
 
 @pytest.mark.parametrize("complete", [0, 1, 3])
-def test_no_host_sends_more_than_eight_copies(complete):
+def test_no_host_sends_more_than_eight_copies_at_once(complete):
     states: list[State] = ["complete"] * complete + ["missing"] * (100 - complete)
     hosts = [Member(f"h{n}", f"h{n}", {TREE: state}) for n, state in enumerate(states)]
     urls = [peer_urls(host.name, TREE, hosts) for host in hosts[complete:]]
@@ -277,7 +277,7 @@ def with_peer(state, receipts):
     ]
 
 
-def test_peers_are_added_to_fetch_order_only():
+def test_peers_are_added_only_to_fetch_plans():
     work = with_peers(FETCH, "me", with_peer("running", {}))
     assert work.job == FETCH.job
     [order], [original] = ([json.loads(f.content) for f in w.inputs] for w in (work, FETCH))
@@ -285,7 +285,7 @@ def test_peers_are_added_to_fetch_order_only():
     assert order == original
 
 
-def test_built_tree_is_copied_only_with_hash_of_receipt():
+def test_built_checkpoint_is_copied_only_with_a_receipt_hash():
     work = with_peers(BUILD, "me", with_peer("complete", {BUILD_TREE.digest: "a" * 64}))
     plan, copy = work.inputs
     assert plan == BUILD.inputs[0]

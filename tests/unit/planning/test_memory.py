@@ -117,7 +117,7 @@ def test_drafts_and_prefix_caching_need_more_states_per_request():
     assert kib[:2] == [24, 26]
 
 
-def test_model_without_linear_layers_has_pages_but_not_states():
+def test_cache_of_model_without_linear_layers_has_no_states():
     dense = replace(LARGE.architecture, full_attention_every=1, linear_attention=None)
     shape = hybrid_shape(dense, profile_with("v2"))
     assert (shape.block_tokens, shape.attention_groups, shape.state_blocks) == (16, 1, 0)
@@ -127,7 +127,7 @@ def test_model_without_linear_layers_has_pages_but_not_states():
 
 
 @pytest.mark.parametrize("profile", ["v2", "v2-tq", "base"])
-def test_parts_add_up_to_memory_fraction(profile):
+def test_planned_parts_add_up_to_memory_fraction(profile):
     plan = memory_of(profile)
     used = plan.weights_bytes + plan.drafter_bytes + plan.graphs_bytes + plan.kv_cache_bytes
     assert used == pytest.approx(0.8 * plan.total_bytes, abs=1)
@@ -141,7 +141,7 @@ def test_reserve_and_allowed_containers_lower_memory_fraction():
     assert memory_of(allow_containers={"comfyui": 12.5, "tts": 5.5}) == plan
 
 
-def test_pinned_cache_sets_memory_fraction():
+def test_fixed_cache_size_determines_memory_fraction():
     plan = memory_of(**{"engine.kv_cache_gib": 10})
     assert (plan.kv_cache_bytes, plan.memory_fraction) == (10 * GIB, 0.67)
     assert plan.memory_fraction * plan.total_bytes >= plan.weights_bytes + plan.kv_cache_bytes
@@ -243,7 +243,7 @@ def settings_from(suggestion):
         ({"memory.reserve_gib": 110}, ["lower memory.reserve_gib to 41"]),
     ],
 )
-def test_suggests_cheapest_changes_and_each_fits(settings, suggestions):
+def test_suggests_the_cheapest_changes_and_each_makes_the_model_fit(settings, suggestions):
     [problem] = problems(**settings)
     assert problem.fix.split("; or ") == suggestions
     for suggestion in suggestions:

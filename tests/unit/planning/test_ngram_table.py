@@ -47,7 +47,7 @@ def test_weights_match_published_checkpoint():
     assert sizes.experts_bytes / GIB == pytest.approx(63, abs=0.5)  # FlashML-org/FreeToken#257
 
 
-def test_two_hosts_load_the_published_weights_each():
+def test_each_of_two_hosts_loads_half_of_the_published_weights():
     weights, drafter = loaded_bytes(SHIPPED.model(NVFP4), TWO, 2)
     assert weights / GIB == pytest.approx(61, rel=0.01)
     assert (weights + drafter) / 1e9 == pytest.approx(65, rel=0.05)  # the same pull request
@@ -62,7 +62,7 @@ def test_two_hosts_load_the_published_weights_each():
         (3, 500_000, 19.73 * GIB, 721_556, {}),
     ],
 )
-def test_cache_matches_pools_of_published_engines(drafts, context, pool_bytes, tokens, options):
+def test_cache_size_matches_published_engines(drafts, context, pool_bytes, tokens, options):
     options |= {"gdn-prefill-backend": "triton"}
     shape = hybrid_shape(SHAPE, with_drafts(NVME, drafts, prefix_caching=True, options=options))
     blocks = round(pool_bytes) // shape.block_bytes
@@ -91,7 +91,7 @@ def test_attention_reads_no_more_keys_than_the_budget():
         ("file", 1.0, False, {"ngram_table": "file", "ngram_cache_mib": 1024}),
     ],
 )
-def test_placement_decides_memory_and_arguments(placement, resident_gib, offload, own):
+def test_table_placement_determines_memory_and_arguments(placement, resident_gib, offload, own):
     model = SHIPPED.model(INT4)
     profile = replace(NVME, head="keep", ngram_table=placement)
     without = replace(model, architecture=replace(SHAPE, ngram_table=replace(
@@ -124,7 +124,7 @@ def test_built_table_has_whole_rows_in_blocks(table_format, gib):
     assert size_bytes / GIB == pytest.approx(26.8, rel=0.02) or table_format == "e4m3"
 
 
-def test_order_asks_for_the_table_as_a_file():
+def test_build_plan_writes_the_table_to_a_file():
     plan = plan_with(settings_for_hosts(1, INT4, "flash-nvme"), SHIPPED)
     assert plan.checkpoint.build.ngram_table == "e2m1"
     # The rewritten table, attention and shared experts in FP8.
@@ -171,7 +171,7 @@ def rules(profile_name, model=INT4, hosts=1, **changes):
     return {found for text in texts for found in re.findall(r"guard rail ([a-z0-9-]+)", text)}
 
 
-def test_known_traps_are_refused_or_warned_of():
+def test_guard_rails_cover_known_failures_of_the_ngram_model():
     kv_cache = replace(NVME.kv_cache, dtype="fp8_e4m3")
     assert rules("flash-nvme") == {"sparse-attention-repeats"}
     assert rules("flash-nvme", prefix_caching=True) == {"prefixes-with-sparse-attention"}
@@ -187,14 +187,14 @@ def test_known_traps_are_refused_or_warned_of():
     [(n, None, False) for n in range(1, 5)]
     + [(5, None, True), (5, 1632, False), (7, 1632, True), (7, 1680, False)],
 )
-def test_ring_must_divide_the_block(drafts, block_size, refused):
+def test_rejects_blocks_that_are_not_a_multiple_of_the_ring(drafts, block_size, refused):
     options = {**NVME.options, **({"block-size": block_size} if block_size else {})}
     speculation = Speculation(method="mtp", tokens=drafts)
     found = rules("flash-nvme", speculation=speculation, options=options)
     assert ("drafts-that-split-the-ring" in found) == refused
 
 
-def test_repeat_check_asks_a_question_above_the_budget():
+def test_repeat_check_uses_a_prompt_longer_than_the_indexer_budget():
     check = plan_with(settings_for_hosts(1, INT4, "flash-nvme"), SHIPPED).release.check
     question = [q for q in check.questions if not q.thinking][-1]
     *lines, asked = question.prompt.splitlines()

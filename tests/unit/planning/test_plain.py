@@ -69,7 +69,7 @@ def test_excluded_files_are_not_downloaded():
     assert whole.release.tree.digest != without.release.tree.digest
 
 
-def test_memory_follows_headers_and_config():
+def test_memory_plan_is_computed_from_headers_and_config():
     memory = make_plan().memory
     assert (memory.weights_bytes, memory.drafter_bytes) == (17 * GIB, 0)
     assert memory.kv_tokens == memory.kv_cache_bytes // (32 * 4096) // 16 * 16
@@ -94,7 +94,7 @@ def test_fp8_cache_halves_block_size():
     assert shapes[0].block_bytes == 2 * shapes[1].block_bytes
 
 
-def test_sliding_window_keeps_window_and_tokens_of_step():
+def test_sliding_window_cache_holds_the_window_and_one_step():
     cache = tuple(replace(FULL, kind=kind, layers=16, window_tokens=window)
                   for kind, window in (("full", 0), ("sliding", 1024)))  # fmt: skip
     profile = catalog_of(MODEL).profile("plain", "dense")
@@ -107,48 +107,48 @@ def test_sliding_window_keeps_window_and_tokens_of_step():
 UNKNOWN = replace(ANATOMY, cache=(), cache_unknown="layers of odd are unknown")
 
 
-def test_unknown_cache_is_reported_and_limited_by_fraction():
+def test_unknown_cache_size_is_reported_and_limited_by_memory_fraction():
     memory = make_plan(anatomy=UNKNOWN).memory
     assert (memory.kv_tokens, memory.full_context_users) == (None, None)
-    assert memory.unknown == ("KV cache of a token: layers of odd are unknown",)
+    assert memory.unknown == ("KV cache per token: layers of odd are unknown",)
     assert memory.needed_bytes == make_plan().memory.needed_bytes
     pinned = make_plan(anatomy=UNKNOWN, **{"engine.kv_cache_gib": 8}).memory
     assert pinned.kv_cache_bytes == 8 * GIB
 
 
-def test_refuses_unread_headers_and_weights_that_do_not_fit():
+def test_rejects_unread_headers_and_weights_that_do_not_fit():
     assert "run `spark-deploy update --missing`" in refused(anatomy=None)
     large = replace(UNKNOWN, weights={"BF16": 200 * GIB})
     assert "does not fit on one host" in refused(anatomy=large)
 
 
-def test_refuses_architecture_that_engine_does_not_list():
+def test_rejects_architecture_that_engine_does_not_list():
     unlisted = replace(ANATOMY, architecture="NobodyForCausalLM")
     assert "NobodyForCausalLM" in refused(anatomy=unlisted, **{"images.engine": V033})
     newer = replace(ANATOMY, architecture="DoryForCausalLM")
     make_plan(anatomy=newer, **{"images.engine": V033})
     v030 = {"images.engine": "registry.example/vllm:v0.30.0"}
-    assert "name an image of vLLM 0.33.0" in refused(anatomy=newer, **v030)
+    assert "use an image with vLLM 0.33.0" in refused(anatomy=newer, **v030)
     make_plan(anatomy=unlisted, **{"images.engine": "registry.example/vllm:nightly"})
     make_plan(
         anatomy=unlisted, **{"images.engine": V033, "engine.options.model-impl": "transformers"}
     )
 
 
-def test_refuses_parsers_that_engine_does_not_have():
+def test_rejects_parsers_that_engine_does_not_have():
     model = replace(MODEL, parsers=Parsers(reasoning="qwen", tool_call="nano_v3"))
     message = refused(model, **{"images.engine": V033})
-    assert "parsers.reasoning: qwen is not a parser" in message
+    assert "parsers.reasoning: vLLM 0.33.0 has no parser qwen" in message
     assert "did you mean qwen3?" in message
-    assert "parsers.tool_call: nano_v3 is not a parser" in message
+    assert "parsers.tool_call: vLLM 0.33.0 has no parser nano_v3" in message
     make_plan(model, **{"images.engine": "registry.example/vllm:nightly"})
 
 
-def test_refuses_profiles_that_build_checkpoints():
+def test_rejects_profiles_that_build_checkpoints():
     assert "profile plain" in refused(profile="v2")
 
 
-def test_has_no_problems_without_lock():
+def test_valid_settings_have_no_problems_without_a_lock():
     settings = replace(settings_of(), model="dense", profile="plain")
     assert plan_problems(settings, catalog_of(MODEL)) == []
 
@@ -194,7 +194,7 @@ def test_plan_text_mentions_cache(anatomy, verbose):
     assert "KV cache" in "\n".join(text)
 
 
-def test_refuses_narrow_experts_with_scales_in_groups():
+def test_rejects_narrow_experts_with_scales_in_groups():
     for quantization in ("", "fp8"):
         make_plan(anatomy=replace(ANATOMY, expert_width=64, quantization=quantization))
     grouped = replace(ANATOMY, expert_width=64, quantization="gptq, 4 bit")

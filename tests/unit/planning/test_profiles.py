@@ -21,7 +21,7 @@ SHAPE = SHIPPED.model(DEFAULT.model).architecture
 LADDER = ("base", "base-mtp1", "hybrid", "hybrid-mtp1", "hybrid-mtp2", "v2", "v2-tq")
 
 
-def test_claims_passed_in_their_result_files():
+def test_proven_claims_passed_in_their_result_files():
     assert len(PROVEN) > 20
     for name, row in PROVEN:
         rows = json.loads((RESULTS / row.result).read_text("utf-8"))["rows"]
@@ -29,7 +29,7 @@ def test_claims_passed_in_their_result_files():
         assert passed == [True], (name, row.claim)
 
 
-def test_profiles_without_plugin_run_without_it_and_drafts_are_checked():
+def test_profiles_without_plugin_build_loadable_checkpoints_and_drafts_are_checked():
     for profile in PROFILES.values():
         assert profile.plugin or not profile.checkpoint_needs_plugin, profile.name
         assert profile.check.acceptance_floor or not profile.speculation, profile.name
@@ -70,7 +70,7 @@ def test_guard_rails_check_drafts_in_settings():
         assert any("flashinfer-without-drafts" in problem.what for problem in refusals) is refused
 
 
-def test_head_setting_changes_checkpoint_or_engine():
+def test_head_setting_changes_the_checkpoint_or_only_the_engine():
     assert plan_of().checkpoint.build.head == "int8-g128"
     for head in ("keep", "int8-triton"):
         plan = plan_of(**{"engine.head": head})
@@ -93,7 +93,7 @@ def speculative_config(plan):
     return dict(json.loads(argv[argv.index("--speculative-config") + 1]))
 
 
-def test_draft_sampling_reaches_engine_under_its_own_names():
+def test_draft_sampling_settings_become_vllm_options_of_the_same_name():
     assert not speculative_config(plan_of()).keys() & SAMPLING.keys()
     settings = {f"engine.{name}": value for name, value in SAMPLING.items()}
     assert SAMPLING.items() <= speculative_config(plan_of(**settings)).items()
@@ -121,7 +121,7 @@ def test_draft_vocabulary_reaches_the_plugin_and_makes_drafts_faster():
 
 
 @pytest.mark.parametrize("schedule", [[[2, 4, 1]], [[1, 2, 2], [2, 3, 1]], [[1, 3, 2], [5, 4, 1]]])
-def test_refuses_draft_schedules_that_the_engine_refuses(schedule):
+def test_rejects_draft_schedules_that_the_engine_rejects(schedule):
     with pytest.raises(SettingsError) as error:
         plan_of(**{"engine.num_speculative_tokens_per_batch_size": schedule})
     assert "engine.num_speculative_tokens_per_batch_size" in str(error.value)
@@ -149,7 +149,7 @@ def test_based_on_changes_keys_and_does_not_inherit_claims(checkout):
     assert (own.shared_experts, own.limits) == (base.shared_experts, base.limits)
 
 
-def test_based_on_needs_complete_base_and_own_description(checkout):
+def test_based_on_requires_a_complete_base_and_a_new_description(checkout):
     write_profile(checkout, "one", based_on="v2", summary="s", choose_when="c")
     write_profile(checkout, "two", based_on="one", summary="s", choose_when="c")
     write_profile(checkout, "bare", based_on="v2")
@@ -160,7 +160,7 @@ def test_based_on_needs_complete_base_and_own_description(checkout):
         catalog.profile("bare", "large")
 
 
-def test_ladder_changes_one_thing_per_stage():
+def test_ladder_stages_differ_in_one_feature_each():
     stages = {
         profile.stage: name
         for (name, model), profile in SHIPPED.profiles.items()

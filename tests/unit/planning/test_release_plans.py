@@ -40,7 +40,7 @@ def test_release_digest_depends_on_how_engine_runs(change, same):
     assert changed.sources[0].digest == base.sources[0].digest
 
 
-def test_names_are_independent_of_model_and_profile():
+def test_configured_names_are_independent_of_model_and_profile():
     names = {"serve.names": ["assistant", "qwen"]}
     for model, profile in (("large", "v2"), ("small", "base")):
         assert plan_of(model, profile, **names).release.names == ("assistant", "qwen")
@@ -152,14 +152,14 @@ def test_systemd_accepts_timers(tmp_path):
             {},
             "is not in keep_ready",
         ),
-        ([TIMES[1]], {}, "no entry returns to large with v2"),
+        ([TIMES[1]], {}, "no entry switches back to large with v2"),
         ([{"at": "20:00\nUnit=reboot.target", **DAY}], {}, "the required form"),
         ([{"at": "", **DAY}], {}, "the required form"),
         ([{**DAY}], {}, "at"),
-        (TIMES, {"cluster.hosts": ["a", "b"]}, "members of a cluster change together"),
+        (TIMES, {"cluster.hosts": ["a", "b"]}, "cluster members switch together"),
     ],
 )
-def test_refuses_invalid_schedules(times, settings, message):
+def test_rejects_invalid_schedules(times, settings, message):
     with pytest.raises(SettingsError, match=message):
         scheduled(*times, **settings)
 
@@ -176,7 +176,7 @@ COMMANDS = {file.path: file.content.decode() for file in unit_and_command_files(
         ("spark-host", 1000, "sudo -- /usr/local/bin/spark-host --deep a b"),
     ],
 )
-def test_commands_run_as_root(tmp_path, name, user_id, output):
+def test_installed_commands_run_as_root(tmp_path, name, user_id, output):
     programs = {
         "id": f"echo {user_id}",
         "sudo": 'echo sudo "$@"',

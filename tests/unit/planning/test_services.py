@@ -32,7 +32,7 @@ def with_services(**services):
     return plan_of(services=services, **SHORT)
 
 
-def test_each_service_has_own_release_gateway_and_files():
+def test_each_service_has_a_separate_release_gateway_and_files():
     plan = with_services(embed=SMALL)
     main, embed = plan.served
     assert [parse_service(service.release.name) for service in plan.served] == ["main", "embed"]
@@ -60,7 +60,7 @@ def test_services_share_memory():
     assert plan.preflight.memory_needed_bytes == needed
 
 
-def test_services_on_request_share_memory():
+def test_on_demand_services_share_memory():
     larger = {**SMALL, "memory_gib": 26}
     first = {**larger, "start": "on-request", "idle_stop_s": 900}
     second = {**SMALL, "start": "on-request", "port": 8002, "names": ["second"]}
@@ -74,7 +74,7 @@ def test_services_on_request_share_memory():
     assert alone.gateway.settings.on_request is None
 
 
-def test_changing_a_service_keeps_the_main_release():
+def test_changing_a_service_does_not_change_the_main_release():
     plan = with_services(embed=SMALL)
     changed = with_services(embed={**SMALL, "names": ["vectors"], "port": 8002})
     assert plan.release == changed.release
@@ -135,7 +135,7 @@ def test_ports_and_files_of_all_services_are_checked_and_kept():
         ),
     ],
 )
-def test_refuses_conflicting_services(services, where, what):
+def test_rejects_conflicting_services(services, where, what):
     with pytest.raises(SparkError) as error:
         with_services(**services)
     text = " ".join(problem.line for problem in error.value.problems)
@@ -173,7 +173,7 @@ def test_main_gateway_routes_paths_and_model_names():
          "http://c:8000/v1"),
     ],
 )  # fmt: skip
-def test_clients_get_the_address_of_their_network(host, settings, address, url):
+def test_clients_get_an_address_in_their_network(host, settings, address, url):
     plan = gateway_plan(settings_of(**settings), host)
     assert (plan.address, plan.tls, plan.settings.tls) == (address, None, None)
     local, *remote = base_urls(plan)

@@ -33,7 +33,7 @@ FIGURES = [
 
 
 @pytest.mark.parametrize(("name", "figure"), FIGURES)
-def test_computed_speed_is_near_published_figure(name, figure):
+def test_computed_speed_is_close_to_the_published_figure(name, figure):
     model, profile = SHIPPED.model(figure.model), SHIPPED.profile(name, figure.model)
     speed = compute_speed(model.architecture, profile, requests=figure.requests).tokens_per_s
     assert speed == pytest.approx(figure.tokens_per_s, rel=TOLERANCE)
@@ -77,7 +77,7 @@ def test_more_tokens_touch_more_experts_up_to_all():
     assert counts[-1] <= shape.experts
 
 
-def test_step_yields_one_token_and_accepted_drafts():
+def test_step_produces_one_token_plus_accepted_drafts():
     expected = [1, 1.95, 1 + 2 * 0.8]
     assert [tokens_per_step(drafts) for drafts in range(3)] == pytest.approx(expected, abs=0.005)
 
@@ -104,7 +104,7 @@ def test_prompt_speed_is_half_of_the_published_speed_of_two_sparks():
     assert first_token_s(model, 1000, 100_000) == pytest.approx(flops / 2.86e13, rel=0.01)
 
 
-def test_later_turns_of_agent_begin_sooner_than_those_of_v2():
+def test_agent_profile_starts_later_turns_sooner_than_v2():
     agent, v2 = (SHIPPED.profile(name, "qwen3.5-122b") for name in ("agent", "v2"))
     model = SHIPPED.model("qwen3.5-122b").architecture
     turns = [next_turn_s(model, profile, 2112, 130_000, 1000) for profile in (agent, v2)]
@@ -114,7 +114,7 @@ def test_later_turns_of_agent_begin_sooner_than_those_of_v2():
     assert "130,000" in line
 
 
-def test_four_sessions_of_130k_tokens_fit_into_the_cache_of_agent():
+def test_cache_of_agent_profile_holds_four_130k_token_sessions():
     shape = hybrid_shape(
         SHIPPED.model("qwen3.5-122b").architecture, SHIPPED.profile("agent", "qwen3.5-122b")
     )
@@ -133,7 +133,7 @@ def test_turboquant_is_slower_than_16_bits_in_short_contexts():
     assert speeds[0] < speeds[1]
 
 
-def test_plan_text_promises_no_speed_of_turboquant_in_long_contexts():
+def test_plan_text_omits_turboquant_speed_for_long_contexts():
     line, *_ = speed_lines(plan_of(profile="v2-tq"), LARGE, CATALOG.profile("v2-tq", "large"))
     assert "not computed for TurboQuant" in line
     assert "after" not in line
@@ -152,7 +152,7 @@ def test_int4_drafter_reduces_bytes_read_per_draft():
     assert compute_speed(small, v2) == compute_speed(small, replace(v2, drafter="int4-g128"))
 
 
-def test_speed_estimate_follows_the_draft_schedule():
+def test_speed_estimate_uses_the_draft_schedule():
     def speed(requests, **changes):
         drafts = Speculation(method="mtp", **changes)
         v2 = replace(CATALOG.profile("v2", "large"), speculation=drafts)
@@ -164,7 +164,7 @@ def test_speed_estimate_follows_the_draft_schedule():
         assert scheduled == speed(requests, tokens=tokens)
 
 
-def test_next_lever_is_not_yet_used_by_profile():
+def test_suggests_a_speedup_that_the_profile_does_not_use_yet():
     base, v2 = (CATALOG.profile(name, "large") for name in ("base", "v2"))
     speedup = best_speedup(LARGE, base)
     assert (speedup.setting, speedup.gain > 0.2) == ("engine.drafts: 1", True)
@@ -174,7 +174,7 @@ def test_next_lever_is_not_yet_used_by_profile():
     assert best_speedup(LARGE, replace(v2, head="int8-triton")) is None
 
 
-def test_speed_of_a_cluster_is_not_computed():
+def test_cluster_speed_is_not_computed():
     members = SimpleNamespace(release=SimpleNamespace(cluster=SimpleNamespace(members=("a", "b"))))
     [line] = speed_lines(members, LARGE, CATALOG.profile("v2", "large"))
     assert "tokens/s" not in line

@@ -94,5 +94,5 @@ def test_plan_passes_the_request_defaults_of_each_model_name():
 
 
 def test_rejects_defaults_without_the_plugin():
-    with pytest.raises(PlanError, match=r"serve\.defaults: profile base has no plugin"):
+    with pytest.raises(PlanError, match=r"serve\.defaults: profile base lacks the plugin"):
         plan_of(profile="base", **{"serve.defaults": {"fast": {"thinking": False}}})

@@ -37,7 +37,7 @@ def test_passes_template_text_to_the_engine(root, form):
     assert argument(plan) == TEMPLATE
 
 
-def test_template_text_is_part_of_the_release(root):
+def test_changed_template_text_changes_the_release(root):
     names = []
     for text in (TEMPLATE, TEMPLATE, TEMPLATE + " "):
         (root / "chat.jinja").write_text(text)
@@ -48,13 +48,13 @@ def test_template_text_is_part_of_the_release(root):
     assert len({*names, without.release.name}) == 3
 
 
-def test_keeps_other_engine_options(root):
+def test_chat_template_keeps_other_engine_options(root):
     plan = plan_with(settings(root, "{chat_template: chat.jinja, options: {seed: 7}}"))
     assert argument(plan) == TEMPLATE
     assert "--seed" in plan.release.engine.argv
 
 
-def test_plan_shows_template_by_lines_and_hash(root):
+def test_plan_prints_line_count_and_hash_instead_of_template_text(root):
     chosen = settings(root, "{chat_template: chat.jinja}")
     text = "\n".join(plan_lines(plan_with(chosen), *model_and_profile(chosen, CATALOG)))
     digest = hashlib.sha256(TEMPLATE.encode()).hexdigest()[:12]
@@ -74,7 +74,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_refuses_invalid_template(root, case):
+def test_rejects_invalid_template(root, case):
     data, output = WRONG[case]
     if data is None:
         (root / "chat.jinja").unlink()
@@ -86,7 +86,7 @@ def test_refuses_invalid_template(root, case):
 
 
 @pytest.mark.parametrize("option", ["chat-template", "chat_template"])
-def test_refuses_two_templates(root, option):
+def test_rejects_two_templates(root, option):
     with pytest.raises(SettingsError, match="keep only one"):
         settings(
             root, f"{{chat_template: chat.jinja, options: {{{option}: '{{{{ messages }}}}'}}}}"

@@ -129,7 +129,7 @@ def test_a_new_engine_argument_needs_one_declaration(checkout):
     assert left == "{} ['--max-naps 0: not a valid value in a profile']"
 
 
-def test_all_yml_contains_every_default():
+def test_all_yml_contains_every_default_setting():
     data = yaml.safe_load((CHECKOUT / "group_vars/all.yml").read_text("utf-8"))
     expected = to_yaml_data(Settings())
     for group, key in (flag.split(".") for flag in COMMAND_FLAGS):

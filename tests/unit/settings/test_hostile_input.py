@@ -63,7 +63,7 @@ def put(document, key, value):
 
 @tries(40)
 @given(st.dictionaries(st.sampled_from(SETTINGS), YAML, max_size=3))
-def test_arbitrary_setting_values_are_handled(root, chosen):
+def test_any_setting_value_is_accepted_or_reported(root, chosen):
     data: dict = {}
     for key, value in chosen.items():
         put(data, key, value)
@@ -81,7 +81,7 @@ ODD_YAML = (
 
 
 @pytest.mark.parametrize("number", ["22:00", "1" + ":2" * 1000, "1:30.5"])
-def test_base_60_numbers_are_text(root, number):
+def test_numbers_with_colons_are_read_as_text(root, number):
     (root / "x.yml").write_text(f"a: {number}\n")
     assert read_mapping(root / "x.yml", label="x.yml") == ({"a": number}, [])
 
@@ -89,7 +89,7 @@ def test_base_60_numbers_are_text(root, number):
 @pytest.mark.slow
 @tries(40)
 @given(st.text() | st.binary().map(lambda raw: raw.decode("latin-1")) | st.sampled_from(ODD_YAML))
-def test_arbitrary_settings_files_are_handled(root, text):
+def test_any_settings_file_is_accepted_or_reported(root, text):
     write(root / "group_vars/spark.yml", text)
     with accepted_or_refused():
         load_hosts({"spark": ["a"]}, root=root)
@@ -97,7 +97,7 @@ def test_arbitrary_settings_files_are_handled(root, text):
 
 @tries(40)
 @given(st.dictionaries(st.sampled_from(SETTINGS), JSON, max_size=3))
-def test_arbitrary_data_arguments_are_handled(root, chosen):
+def test_any_data_argument_is_accepted_or_reported(root, chosen):
     with accepted_or_refused():
         loaded = load_hosts({"spark": ["a"]}, root=root, overrides=chosen)["a"]
         plan_problems(loaded.settings, CATALOG)
@@ -112,7 +112,7 @@ LOCK_KEYS = st.sampled_from(["schema_version", "sources", "images"])
 
 @tries(40)
 @given(st.text() | dumped(YAML) | dumped(st.dictionaries(LOCK_KEYS, YAML)))
-def test_arbitrary_lock_files_are_handled(root, text):
+def test_any_lock_file_is_accepted_or_reported(root, text):
     with accepted_or_refused():
         read_lock(write(root / "spark.lock.yml", text))
 
@@ -123,7 +123,7 @@ OURS = "from spark_deploy.inventory import group_from as _group_from\n"
 
 @tries(40)
 @given(YAML | st.lists(st.text(max_size=6) | YAML, max_size=4), st.booleans())
-def test_arbitrary_host_lists_are_handled(root, hosts, ours):
+def test_any_host_list_is_accepted_or_reported(root, hosts, ours):
     group = f"_group_from('spark', hosts={hosts!r}, file=__file__)" if ours else repr(hosts)
     with accepted_or_refused():
         read_inventory(write(root / "sparks.py", f"{HEAD}{OURS}spark = {group}\n"))
@@ -159,7 +159,7 @@ MANIFEST = st.fixed_dictionaries({}, optional={"manifests": JSON, "layers": JSON
 
 @tries(40)
 @given(st.binary(max_size=12) | encoded(JSON | MANIFEST))
-def test_arbitrary_registry_responses_are_handled(registry_answers, body):
+def test_any_registry_response_is_accepted_or_reported(registry_answers, body):
     registry_answers(body, body)
     with accepted_or_refused():
         registry.look_up_image("registry.invalid/a:b", arch="aarch64")
@@ -170,7 +170,7 @@ ENTRYPOINT = st.fixed_dictionaries({"Entrypoint": JSON})
 
 @tries(40)
 @given(encoded(JSON | st.fixed_dictionaries({"config": JSON | ENTRYPOINT})))
-def test_arbitrary_engine_image_configs_are_handled(registry_answers, configuration):
+def test_any_engine_image_config_is_accepted_or_reported(registry_answers, configuration):
     digest = f"sha256:{hashlib.sha256(configuration).hexdigest()}"
     manifest = json.dumps({"config": {"digest": digest}, "layers": []}).encode()
     registry_answers(manifest, configuration)
@@ -184,7 +184,7 @@ def test_arbitrary_engine_image_configs_are_handled(registry_answers, configurat
     st.binary(max_size=12),
     st.text(st.characters(codec="ascii", exclude_categories=("Cc",)), max_size=30),
 )
-def test_arbitrary_registry_logins_are_handled(registry_answers, body, service):
+def test_any_registry_login_challenge_is_accepted_or_reported(registry_answers, body, service):
     challenge = f'Bearer realm="https://auth.invalid/token",service="{service}"'
     registry_answers(b"first", body, body, challenge=challenge)
     with pytest.raises(LockError) as caught:
@@ -199,7 +199,7 @@ REPORT = st.fixed_dictionaries(
 
 @tries(40)
 @given(st.binary() | encoded(JSON | REPORT))
-def test_arbitrary_report_files_are_handled(root, data):
+def test_any_report_file_is_accepted_or_reported(root, data):
     path = root / "report.json"
     path.write_bytes(data)
     with pytest.raises(SparkError) as caught:
@@ -209,5 +209,5 @@ def test_arbitrary_report_files_are_handled(root, data):
 
 @tries(40)
 @given(st.text() | JSON.map(json.dumps))
-def test_arbitrary_host_tool_output_is_handled(text):
+def test_any_host_tool_output_is_accepted_or_reported(text):
     Evidence().process(text.splitlines())

@@ -24,7 +24,7 @@ def test_reads_secret_from_environment_file_or_command(tmp_path, monkeypatch):
         SecretRef(),
     ],
 )
-def test_unreadable_secret_names_the_setting(reference):
+def test_error_for_unreadable_secret_names_the_setting(reference):
     with pytest.raises(SettingsError, match=r"hub\.token"):
         read_secret(reference, setting="hub.token")
 

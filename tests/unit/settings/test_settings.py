@@ -33,7 +33,7 @@ def refused(root, hosts=("spark-1",), **more):
     return str(caught.value)
 
 
-def test_later_files_override_and_merge(root):
+def test_later_settings_files_override_earlier_ones_and_merge_mappings(root):
     write(root, "group_vars/all.yml", "serve: {port: 9000, drain_s: 1}\n")
     write(root, "group_vars/spark.yml", "serve: {port: 9001}\nprofile: base\n")
     write(root, "host_vars/spark-2.yml", "serve: {port: 9002}\n")
@@ -99,7 +99,7 @@ def test_accepts_vllm_names_for_engine_settings(root, alias):
     assert getattr(load(root, overrides=overrides)["spark-1"].settings.engine, name) == value
 
 
-def test_refuses_a_setting_given_under_both_names(root):
+def test_rejects_a_setting_under_both_our_and_vllm_names(root):
     text = "engine: {max_num_seqs: 4, max_sequences: 5}\n"
     write(root, "group_vars/spark.yml", text)
     assert "group_vars/spark.yml: engine.max_num_seqs" in refused(root)
@@ -120,7 +120,7 @@ WRONG = {
     "proxy: {url: 'http://ann:p/w@rd@proxy:3128'}": 'proxy.url: "http://...@proxy:3128" has none',
     "allow_containers: {comfyui: -1}": "allow_containers.comfyui: -1 is less than the minimum of 0",
     'docker: {users: ["ann; reboot"]}': 'docker.users[0]: "ann; reboot" does not have',
-    "profile: v9": f"'v9' is not a profile (known: {', '.join(catalog_files('profiles'))})",
+    "profile: v9": f"unknown profile 'v9' (known: {', '.join(catalog_files('profiles'))})",
     "serve: {port: http}": '"http" is not a whole number',
     "expect: {gpu_name: 24.04}": "24.04 is not text",
     "serve: {expose: web}": "not one of loopback, docker, tailscale",
@@ -170,7 +170,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("text", "reason"), WRONG.items(), ids=lambda text: repr(text)[:60])
-def test_errors_for_invalid_settings_give_location_cause_and_fix(root, text, reason):
+def test_errors_for_invalid_settings_state_location_cause_and_fix(root, text, reason):
     write(root, "group_vars/spark.yml", text + "\n")
     message = refused(root)
     assert "group_vars/spark.yml" in message
@@ -196,7 +196,7 @@ def test_reports_all_mistakes_on_all_hosts(root):
         assert part in message
 
 
-def test_reports_group_mistake_once(root):
+def test_reports_a_mistake_in_group_settings_once(root):
     write(root, "group_vars/spark.yml", "profil: v2\n")
     assert refused(root, [f"spark-{n}" for n in range(9)]).count("unknown key") == 1
 
@@ -206,7 +206,7 @@ def test_rejects_host_in_two_groups(root):
         load_hosts({"a": ["x"], "b": ["x"]}, root=root)
 
 
-def test_a_catalog_file_adds_a_profile(root, tmp_path):
+def test_a_file_in_the_users_catalog_adds_a_profile(root, tmp_path):
     copy = tmp_path / "checkout"
     for part in ("schema", "catalog", "group_vars"):
         shutil.copytree(CHECKOUT / part, copy / part)
@@ -237,7 +237,7 @@ def test_accepts_container_paths_and_urls_in_options(root, options):
     assert load(root)
 
 
-def test_undot_and_merge_nest_mappings():
+def test_dotted_keys_become_nested_and_merge_with_mappings():
     assert nest_dotted_keys({"a.b": 1, "a.c": 2}) == {"a": {"b": 1, "c": 2}}
     assert merge({"a": {"b": 1}}, {"a": None}) == {"a": {"b": 1}}
     assert merge({"a": {"b": 1}}, {"a": None}, keep_on_null=False) == {"a": None}

@@ -101,7 +101,7 @@ def load(tmp_path, settings):
     load_hosts({"spark": ["spark-1"]}, root=tmp_path)
 
 
-def test_refuses_hostile_setting_values(tmp_path):
+def test_rejects_hostile_setting_values(tmp_path):
     accepted = []
     for settings in HOSTILE:
         with contextlib.suppress(SettingsError):
@@ -129,7 +129,7 @@ GOOD_FILE = SourceFile("model.safetensors", 1, "a" * 64, None)
         LockedSource("org/repo", "main", "a" * 40, (SourceFile("x", 1, "a" * 64 + "\n", None),)),
     ],
 )
-def test_validates_hub_answers_with_the_lock_schema(monkeypatch, source):
+def test_rejects_hub_responses_that_violate_the_lock_schema(monkeypatch, source):
     monkeypatch.setattr(hub, "look_up_repo", lambda *_: source)
     names = resolve.Names(frozenset({("org/repo", "main")}), frozenset())
     settings = next(iter(load_hosts({"spark": ["spark-1"]}, root=Path("/nowhere")).values()))
