@@ -148,7 +148,7 @@ def test_update_adds_verified_names_to_an_older_lock(hub, here, capsys):
     path.write_text(old)
     capsys.readouterr()
     assert main(["update", "inventory.py", "--check"]) == 1
-    assert f"names of {BUILD} have not been verified" in capsys.readouterr().err
+    assert f"names in {BUILD} have not been verified" in capsys.readouterr().err
     assert main(["plan", "inventory.py"]) == 0
     assert f"{BUILD}: 464 names in {BASE} and " in capsys.readouterr().err
     assert path.read_text() == old
