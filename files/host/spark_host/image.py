@@ -152,7 +152,7 @@ class PullProgress:
         with self._lock:
             if "progressDetail" in event:
                 self._status[layer] = status
-                self._count(layer, status, event["progressDetail"])
+                self._count_bytes(layer, status, event["progressDetail"])
             kind = (layer, re.sub(r"\d+", "#", status))  # "Retrying in 5 seconds", "in 4 seconds"
             bytes_now = sum(self._downloaded.values()) + sum(self._unpacked.values())
             min_bytes = (
@@ -162,7 +162,7 @@ class PullProgress:
                 self._progress_at, self._progress_bytes = now, bytes_now
             self._seen.add(kind)
 
-    def _count(self, layer: str, status: str, value: object) -> None:
+    def _count_bytes(self, layer: str, status: str, value: object) -> None:
         detail = value if isinstance(value, dict) else {}
         current, total = detail.get("current"), detail.get("total")
         if isinstance(total, int) and total > 0:

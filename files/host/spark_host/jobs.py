@@ -100,7 +100,7 @@ def run(digest12: str, paths: Paths) -> int:
         for path in folder.glob(pattern):
             files.remove(path)
     write_document(folder / STATUS, JobRun("running", None, started))
-    aside = _set_aside(job)
+    aside = _rename_incomplete(job)
     before = meminfo()
     code, tail = _execute(job, folder)
     after = meminfo()
@@ -126,7 +126,7 @@ def run(digest12: str, paths: Paths) -> int:
     return code
 
 
-def _set_aside(job: Job) -> Path | None:
+def _rename_incomplete(job: Job) -> Path | None:
     """Rename an incomplete checkpoint and return the new path.
 
     The fetcher reuses its intact files until the job has succeeded.

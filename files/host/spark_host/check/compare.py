@@ -143,14 +143,14 @@ def collect_answers(release: Release, engine: Engine, prompts: list[str], host: 
     """Return the answers; raise HostToolError if they have no log-probabilities."""
     probe = Probe(release, engine, list)
     try:
-        answers = tuple(_answer(probe, prompt) for prompt in prompts)
+        answers = tuple(_ask(probe, prompt) for prompt in prompts)
     except (CheckError, EngineError) as error:
         fix = "run `spark-check` and fix the reported failures"
         raise HostToolError(f"compare {release.name}", str(error), fix) from error
     return Answers(release.name, release.digest, host.clock.now(), answers)
 
 
-def _answer(probe: Probe, prompt: str) -> Answer:
+def _ask(probe: Probe, prompt: str) -> Answer:
     chat = probe.path == CHAT
     options: dict[str, Any] = {"logprobs": _TOP_LOGPROBS, "return_tokens_as_token_ids": True}
     if chat:

@@ -87,7 +87,7 @@ def measure(release: Release, paths: Paths, limit_s: float, report: Report) -> d
         "rounds": rounds,
         "seconds": round(time.monotonic() - began, 1),
         "streams": _stream_count(release),
-        **{key: _spread(values) for key, values in samples.items()},
+        **{key: _summarize(values) for key, values in samples.items()},
     }
 
 
@@ -205,7 +205,7 @@ def _stream_count(release: Release) -> int:
     return min(_STREAMS, release.engine.max_sequences)
 
 
-def _spread(values: Sequence[float]) -> dict[str, float]:
+def _summarize(values: Sequence[float]) -> dict[str, float]:
     return {
         "median": round(statistics.median(values), 4),
         "min": round(min(values), 4),

@@ -91,7 +91,9 @@ class Metrics:
             head, _, value = line.rpartition(" ")
             name, _, labels = head.partition("{")
             try:
-                samples.append(Sample(name.strip(), _labels(labels.rstrip("}")), float(value)))
+                samples.append(
+                    Sample(name.strip(), _parse_labels(labels.rstrip("}")), float(value))
+                )
             except ValueError:
                 continue
         return cls(tuple(samples), dialect)
@@ -144,7 +146,7 @@ class Metrics:
         return self.tokens, self.total(self.dialect.cache_usage) or 0.0
 
 
-def _labels(text: str) -> dict[str, str]:
+def _parse_labels(text: str) -> dict[str, str]:
     labels = {}
     while text:
         key, _, text = text.partition('="')
@@ -243,7 +245,7 @@ class Engine:
             if response.status != 200:
                 raise EngineError(f"HTTP {response.status}")
             rest = b""
-            for chunk in _chunks(response):
+            for chunk in _read_chunks(response):
                 *lines, rest = (rest + chunk).split(b"\n")
                 for line in lines:
                     if line.rstrip(b"\r") == b"data: [DONE]":
@@ -267,7 +269,7 @@ class Engine:
         deadline = time.monotonic() + timeout_s
         connection, response = self._open(method, path, body, deadline, limit_bytes)
         try:
-            return Reply(response.status, b"".join(_chunks(response)))
+            return Reply(response.status, b"".join(_read_chunks(response)))
         finally:
             connection.close()
 
@@ -302,7 +304,7 @@ def _remaining_s(deadline: float) -> float:
     return seconds
 
 
-def _chunks(response: _Response) -> Iterator[bytes]:
+def _read_chunks(response: _Response) -> Iterator[bytes]:
     try:
         while chunk := response.read1(_CHUNK_BYTES):
             yield chunk

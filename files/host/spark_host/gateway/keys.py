@@ -43,7 +43,7 @@ def render_config(settings: Gateway, paths: Paths) -> str:
         ),
         "UNNAMED": _UNNAMED,
         "CLIENT": nginx.client_variable(settings),
-        "LIMITS": "\n".join(_limits(keys)),
+        "LIMITS": "\n".join(_render_limits(keys)),
         "LOG": str(_usage_log(paths.usage(settings.service))),
     }
     return nginx.render_template("named_keys.conf", values)
@@ -61,7 +61,7 @@ def render_script(settings: Gateway) -> str:
     return nginx.combine_script(SCRIPT, constants)
 
 
-def _limits(keys: dict[str, NamedKey]) -> Iterator[str]:
+def _render_limits(keys: dict[str, NamedKey]) -> Iterator[str]:
     """Yield one zone per distinct limit.
 
     Its name contains the limit, because a reload cannot change the rate of an existing zone.

@@ -77,7 +77,7 @@ ROUTES = (
 )
 
 
-def _script_locations(name: str, function: str) -> tuple[str, str]:
+def _render_script_locations(name: str, function: str) -> tuple[str, str]:
     """Return two locations; the second stores a large body in a file for the script."""
     return (
         f"location /{name}/ {{ internal; js_content {function}; }}",
@@ -86,20 +86,20 @@ def _script_locations(name: str, function: str) -> tuple[str, str]:
     )
 
 
-def _routes(settings: Gateway, paths: Paths) -> str:
+def _render_routes(settings: Gateway, paths: Paths) -> str:
     blocks = []
     limits_output = any(key.max_output_tokens for key in (settings.keys or {}).values())
     for route in ROUTES:
         service = settings.routes.get(route.path, settings.service)
-        lines = _choose_by_name(route) if settings.names else ()
-        lines = lines or _forward(route, service, settings, paths)
+        lines = _render_choice_by_name(route) if settings.names else ()
+        lines = lines or _render_forward(route, service, settings, paths)
         limit: tuple[str, ...] = ()
         if limits_output and route.output_fields:
-            blocks.append(_location(f"= /limited{route.path}", "internal;", *lines))
+            blocks.append(_render_location(f"= /limited{route.path}", "internal;", *lines))
             rewrite = f"rewrite ^ $spark_limit_output{route.path} last;"
             limit = (f"if ($spark_limit_output) {{ {rewrite} }}",)
         blocks.append(
-            _location(
+            _render_location(
                 route.location,
                 f"if ($request_method !~ ^({route.method})$) {{ rewrite ^ /refused/method last; }}",
                 "if ($spark_key = 0) { rewrite ^ /refused/key last; }",
@@ -108,18 +108,18 @@ def _routes(settings: Gateway, paths: Paths) -> str:
                 *lines,
             )
         )
-    blocks += _script_locations("by-name", "names.choose") if settings.names else ()
-    blocks += _script_locations("limit-output", "keys.limitOutput") if limits_output else ()
+    blocks += _render_script_locations("by-name", "names.choose") if settings.names else ()
+    blocks += _render_script_locations("limit-output", "keys.limitOutput") if limits_output else ()
     for service in settings.names or ():
         for route in ROUTES:
             if route.takes_name or route.path.startswith(release.MODELS):
                 inner = replace(route, path=f"/engine/{service}{route.path}")
-                lines = _forward(route, service, settings, paths)
-                blocks.append(_location(inner.location, "internal;", *lines))
+                lines = _render_forward(route, service, settings, paths)
+                blocks.append(_render_location(inner.location, "internal;", *lines))
     return "\n\n        ".join(blocks)
 
 
-def _choose_by_name(route: Route) -> tuple[str, ...]:
+def _render_choice_by_name(route: Route) -> tuple[str, ...]:
     """Return directives that choose the engine by model name, unless the path decides."""
     if route.takes_name:
         large = f"if ($spark_large) {{ rewrite ^ /by-name-large{route.path} last; }}"
@@ -131,8 +131,8 @@ def _choose_by_name(route: Route) -> tuple[str, ...]:
     return "subrequest_output_buffer_size 256k;", "js_content names.listModels;"
 
 
-def _forward(route: Route, service: str, settings: Gateway, paths: Paths) -> tuple[str, ...]:
-    upstream, path = _upstream(service, settings), f"{route.upstream_path}$is_args$args"
+def _render_forward(route: Route, service: str, settings: Gateway, paths: Paths) -> tuple[str, ...]:
+    upstream, path = _upstream_name(service, settings), f"{route.upstream_path}$is_args$args"
     starts = route.takes_name or route.path.startswith(release.MODELS)
     if service in (settings.on_request or {}) and starts:
         return (
@@ -143,7 +143,7 @@ def _forward(route: Route, service: str, settings: Gateway, paths: Paths) -> tup
     return _reject_if_closed(service, paths), f"proxy_pass http://{upstream}{path};"
 
 
-def _upstream(service: str, settings: Gateway) -> str:
+def _upstream_name(service: str, settings: Gateway) -> str:
     return "engine" if service == settings.service else f"engine-{service}"
 
 
@@ -157,7 +157,7 @@ def _reject_large_bodies(settings: Gateway) -> tuple[str, ...]:
     return (line,) if settings.keys else ()
 
 
-def _location(match: str, *lines: str) -> str:
+def _render_location(match: str, *lines: str) -> str:
     body = "".join(f"            {line}\n" for line in lines)
     return f"location {match} {{\n{body}        }}"
 
@@ -206,9 +206,9 @@ def render_config(settings: Gateway, paths: Paths) -> str:
     run = paths.gateway_run(settings.service)
     names = settings.names or {}
     listening = listeners.planned_listeners(settings).listeners
-    balancer, balancer_socket = _replicas(settings, listening, paths)
+    balancer, balancer_socket = _render_replicas(settings, listening, paths)
     upstreams = (
-        f"upstream {_upstream(service, settings)} {{\n"
+        f"upstream {_upstream_name(service, settings)} {{\n"
         f"        server unix:{paths.engine_socket(service)} max_fails=0;\n"
         "        keepalive 16;\n"
         "    }"
@@ -232,13 +232,13 @@ def render_config(settings: Gateway, paths: Paths) -> str:
         "MAX_BODY_BYTES": str(settings.max_body_bytes),
         "UPSTREAMS": "\n    ".join([*upstreams, *waiting]),
         "JOURNAL": str(paths.below("/run/systemd/journal/dev-log")),
-        "LISTEN": "\n        ".join([*map(_listen, listening), *balancer_socket]),
-        "TLS": _tls(settings, paths),
+        "LISTEN": "\n        ".join([*map(_render_listen, listening), *balancer_socket]),
+        "TLS": _render_tls(settings, paths),
         "OPEN_ONLY": _reject_if_closed(settings.service, paths),
         "MODULE": f"load_module {module};" if needs_module else "",
         "BY_NAME": f"js_import names from {run / SCRIPT};" if names else "",
-        "ROUTES": _routes(settings, paths),
-        "LIMITS": _limits(settings),
+        "ROUTES": _render_routes(settings, paths),
+        "LIMITS": _render_limits(settings),
         "REPLICAS": balancer,
     }
     return render_template("gateway.conf", values)
@@ -268,7 +268,7 @@ def client_variable(settings: Gateway) -> str:
     return "$spark_client" if settings.replicas else "$binary_remote_addr"
 
 
-def _limits(settings: Gateway) -> str:
+def _render_limits(settings: Gateway) -> str:
     """Return limits per address, separate for requests without a valid key.
 
     Otherwise clients without a key could exhaust the limit of an address that they share.
@@ -289,14 +289,14 @@ def _limits(settings: Gateway) -> str:
     return "\n    ".join(lines)
 
 
-def _listen(listener: Listener) -> str:
+def _render_listen(listener: Listener) -> str:
     # Without `reuseport` a reload from all addresses to a single address fails.
     directive = ["listen", str(listener), "reuseport"]
     directive += ["ipv6only=on"] if ":" in listener.address else []
     return " ".join(directive + (["ssl"] if listener.tls else [])) + ";"
 
 
-def _tls(settings: Gateway, paths: Paths) -> str:
+def _render_tls(settings: Gateway, paths: Paths) -> str:
     if settings.tls is None:
         return ""
     certificate, key = paths.below(settings.tls.certificate), paths.below(settings.tls.key)
@@ -314,7 +314,7 @@ def _tls(settings: Gateway, paths: Paths) -> str:
     )
 
 
-def _replicas(
+def _render_replicas(
     settings: Gateway, listening: tuple[Listener, ...], paths: Paths
 ) -> tuple[str, list[str]]:
     """Return the balancer's configuration, and directives for this host's gateway.
@@ -378,12 +378,12 @@ def render_share(settings: Share, folder: Path, paths: Paths) -> str:
     values = {
         "RUN": str(folder),
         "LISTEN": f"{address}:{settings.port}",
-        "TREES": "\n        ".join(_share_locations(tree, paths) for tree in settings.trees),
+        "TREES": "\n        ".join(_render_share_locations(tree, paths) for tree in settings.trees),
     }
     return render_template("share.conf", values)
 
 
-def _share_locations(tree: SharedTree, paths: Paths) -> str:
+def _render_share_locations(tree: SharedTree, paths: Paths) -> str:
     out = paths.below(tree.dir)
     folders = [out, partial_tree(out)] if tree.unfinished else [out]
     progress = paths.below(job_dir(tree.job)) / "progress"

@@ -81,12 +81,12 @@ class Relay:
         while True:
             await self._listen()
             for service in list(self.services.values()):
-                await self._try(self.switch.note_use, service.name)
+                await self._run_logged(self.switch.note_use, service.name)
                 if not service.waiting:
-                    await self._try(self.switch.stop_if_idle, service.name)
+                    await self._run_logged(self.switch.stop_if_idle, service.name)
             await asyncio.sleep(_ROUND_INTERVAL_S)
 
-    async def _try(self, function: Any, name: str) -> None:
+    async def _run_logged(self, function: Any, name: str) -> None:
         try:
             await asyncio.to_thread(function, name)
         except FAILURES as error:
@@ -106,7 +106,7 @@ class Relay:
             try:
                 group = traffic.group_id(name, self.paths)
                 path.parent.mkdir(mode=0o711, exist_ok=True)
-                server = await asyncio.start_unix_server(partial(self._connected, name), path)
+                server = await asyncio.start_unix_server(partial(self._handle, name), path)
                 # A umask would also change files that other threads write.
                 os.chown(path, 0, group)
                 path.chmod(0o660)
@@ -145,10 +145,10 @@ class Relay:
         finally:
             service.loading_since = None
 
-    async def _connected(self, name: str, reader: StreamReader, writer: StreamWriter) -> None:
+    async def _handle(self, name: str, reader: StreamReader, writer: StreamWriter) -> None:
         self._requests += 1
         try:
-            await self._answer(self.services[name], reader, writer)
+            await self._respond(self.services[name], reader, writer)
         except (OSError, EOFError, KeyError, ValueError, asyncio.TimeoutError) as error:
             # The client or the engine closed the connection, or sent no HTTP.
             log(f"{name}: a request ended: {type(error).__name__} {error}")
@@ -156,23 +156,23 @@ class Relay:
             self._requests -= 1
             writer.close()
 
-    async def _answer(self, service: Service, reader: StreamReader, writer: StreamWriter) -> None:
+    async def _respond(self, service: Service, reader: StreamReader, writer: StreamWriter) -> None:
         head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), _HEAD_TIMEOUT_S)
         method, target, _ = head.decode("latin-1").split("\r\n")[0].split(" ")
         body, streams = bytearray(), False
         try:
             if method == "GET":
-                writer.write(self._models(service, target.partition("?")[0]))
+                writer.write(self._list_models(service, target.partition("?")[0]))
                 return await writer.drain()
             body = self._reserve(int(_header(head, b"content-length") or 0), service)
-            await _fill(body, reader)
+            await _read_body(body, reader)
             streams = _wants_stream(body)
             # The gateway sends no second request on this connection, so a read ends when the client
             # disconnects.
             disconnected = asyncio.ensure_future(reader.read(1))
             if streams:
                 writer.write(_STREAM_HEAD)
-            await self._wait(service, disconnected, writer if streams else None)
+            await self._wait_until_serving(service, disconnected, writer if streams else None)
             await self._forward(service, head, body, disconnected, writer, streams)
         except (UnavailableError, HostToolError) as error:
             if isinstance(error, HostToolError):
@@ -185,7 +185,7 @@ class Relay:
                 writer.write(_response("503 Service Unavailable", error.document, retry))
             await writer.drain()
         finally:
-            self._forget(body)
+            self._drop_body(body)
 
     def _reserve(self, length: int, service: Service) -> bytearray:
         if self._requests > _MAX_REQUESTS or self._bytes + length > _MAX_WAITING_BYTES:
@@ -195,11 +195,11 @@ class Relay:
         self._bytes += length
         return bytearray(length)
 
-    def _forget(self, body: bytearray) -> None:
+    def _drop_body(self, body: bytearray) -> None:
         self._bytes -= len(body)
         body.clear()
 
-    async def _wait(
+    async def _wait_until_serving(
         self, service: Service, disconnected: asyncio.Future[bytes], stream: StreamWriter | None
     ) -> None:
         """Wait until the service serves; send comments to a stream meanwhile."""
@@ -238,7 +238,7 @@ class Relay:
             for start in range(0, len(body), _CHUNK_BYTES):  # a single write copies the body
                 sender.write(body[start : start + _CHUNK_BYTES])
                 await sender.drain()
-            self._forget(body)
+            self._drop_body(body)
             if streams:
                 answer = await _until_disconnected(engine.readuntil(b"\r\n\r\n"), disconnected)
                 if b" 200 " not in answer[:16] or _header(answer, b"transfer-encoding") is None:
@@ -256,7 +256,7 @@ class Relay:
         loading_s = time.monotonic() - (service.loading_since or time.monotonic())
         return self.switch.expected_s(service.name) - loading_s
 
-    def _models(self, service: Service, path: str) -> bytes:
+    def _list_models(self, service: Service, path: str) -> bytes:
         release, state = self.switch.release(service.name), "stopped"
         if service.waiting or boot.active_release(service.name, self.switch.host):
             state = "loading"
@@ -278,7 +278,7 @@ class Relay:
         return _response("404 Not Found", body)
 
 
-async def _fill(body: bytearray, reader: StreamReader) -> None:
+async def _read_body(body: bytearray, reader: StreamReader) -> None:
     at = 0
     while at < len(body):
         data = await asyncio.wait_for(

@@ -37,7 +37,7 @@ def hash_next(
 
     Returns a problem for each damaged part, and the position of the next part.
     """
-    parts = [part for tree in dict.fromkeys(trees) for part in _parts(tree)]
+    parts = [part for tree in dict.fromkeys(trees) for part in _list_parts(tree)]
     hashed = [part for part in parts if part.key in damaged]
     damaged_count = len(hashed)
     remaining_bytes = sum(part.size_bytes for part in parts) / DAYS
@@ -58,7 +58,7 @@ def hash_next(
     return problems, position
 
 
-def _parts(tree: Path) -> Iterator[_Part]:
+def _list_parts(tree: Path) -> Iterator[_Part]:
     receipt = receipts.find_receipt(tree)
     for file in receipt.files if receipt else ():
         offset = 0
