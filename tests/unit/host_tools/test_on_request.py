@@ -159,7 +159,7 @@ def test_request_is_forgotten_once_the_engine_has_it(start):
 
 
 def test_large_request_gets_its_stream_without_being_parsed(start, monkeypatch):
-    monkeypatch.setattr(relay, "_PARSED_BYTES", 1000)
+    monkeypatch.setattr(relay, "_MAX_PARSED_BYTES", 1000)
     with start() as host:
         host.units.load_s = 1.0
         status, text = host.chat("model-1", "What is 12 + 30?".ljust(2000), stream=True)
@@ -174,7 +174,7 @@ def test_stream_ends_with_an_error_after_its_limit(start):
         wait_until(lambda: host.running() == {"first"}, "the start continues")
 
 
-@pytest.mark.parametrize(("limit", "value"), [("_MAX_REQUESTS", 1), ("_WAITING_BYTES", 100)])
+@pytest.mark.parametrize(("limit", "value"), [("_MAX_REQUESTS", 1), ("_MAX_WAITING_BYTES", 100)])
 def test_too_many_requests_are_rejected(start, monkeypatch, limit, value):
     with start() as host, ThreadPoolExecutor() as pool:
         host.units.load_s = 2.0
