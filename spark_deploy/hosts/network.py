@@ -131,14 +131,14 @@ class NetplanFiles(HostFact[Netplan]):  # only root can read netplan's files
             installed=bool(sections.first("netplan")),
             in_trial=bool(sections.first("trial")),
             managed_file=f"{managed_file}\n" if managed_file else "",
-            other_files=_parse_pairs(sections["other-files"]),
-            masters=_parse_pairs(sections["masters"]),
+            other_files=_parse_columns(sections["other-files"]),
+            masters=_parse_columns(sections["masters"]),
         )
 
 
-def _parse_pairs(lines: Iterable[str]) -> dict[str, str]:
-    pairs = (line.split(maxsplit=1) for line in lines)
-    return dict(pair for pair in pairs if len(pair) == 2)
+def _parse_columns(lines: Iterable[str]) -> dict[str, str]:
+    rows = (line.split(maxsplit=1) for line in lines)
+    return dict(row for row in rows if len(row) == 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ done
 
 
 def parse_listeners(lines: Iterable[str], cgroups: Iterable[str] = ()) -> tuple[Listener, ...]:
-    cgroup_by_pid = _parse_pairs(cgroups)
+    cgroup_by_pid = _parse_columns(cgroups)
     listeners: dict[tuple[str, int], Listener] = {}
     for line in lines:
         fields = line.split()
@@ -210,4 +210,4 @@ class Reachability(HostFact[dict[str, str]]):
         return build_script("\n".join((start, *tests, "wait", "else", *unknown, ":", "fi")))
 
     def process(self, output: Iterable[str]) -> dict[str, str]:
-        return _parse_pairs(parse_sections(output)["reach"])
+        return _parse_columns(parse_sections(output)["reach"])

@@ -138,7 +138,7 @@ def read_headers(settings: Settings, catalog: Catalog, lock: Lock, log: Log) -> 
 def verify_names(settings: Settings, catalog: Catalog, lock: Lock, log: Log) -> Lock:
     """Return the lock after comparing the tensor names of every build with the catalog.
 
-    Raises LockError if names differ, HeadersUnavailableError if the hub does not answer.
+    Raises LockError if names differ, HeadersUnavailableError if the hub does not respond.
     """
     lock = read_headers(settings, catalog, lock, log)
     for names, build in unverified_builds(settings, catalog, lock):
@@ -153,7 +153,7 @@ def verify_names(settings: Settings, catalog: Catalog, lock: Lock, log: Log) -> 
 
 
 def verify_names_if_online(settings: Settings, catalog: Catalog, lock: Lock, log: Log) -> Lock:
-    """Verify names like ``verify_names``; return the lock as it is if the hub does not answer."""
+    """Verify names like ``verify_names``; return the unchanged lock if the hub does not respond."""
     try:
         return verify_names(settings, catalog, lock, log)
     except headers.HeadersUnavailableError as error:
@@ -165,7 +165,7 @@ def verified_lock(settings: Settings, catalog: Catalog, path: Path, lock: Lock, 
     """Return the verified lock of a deploy; write it, unless ``locked`` is ``required``."""
     if settings.locked == "required":
         for names, _ in unverified_builds(settings, catalog, lock):
-            log(f"{path.name}: the names of {names.build} have not been verified; {_LOCK_FIX}")
+            log(f"{path.name}: tensor names in {names.build} have not been verified; {_LOCK_FIX}")
         for unread in unread_repositories(settings, catalog, lock):
             message = f"the headers of {unread.repository} have not been read yet"
             raise LockError.one(path.name, message, _LOCK_FIX)
