@@ -48,8 +48,8 @@ class Login:
     sudo: bool
 
     def argv(self, script: str) -> list[str]:
-        words = [*(["sudo", "-n"] if self.sudo else []), "sh", "-c", script]
-        return [*self.ssh, shlex.join(words)] if self.ssh else words
+        argv = [*(["sudo", "-n"] if self.sudo else []), "sh", "-c", script]
+        return [*self.ssh, shlex.join(argv)] if self.ssh else argv
 
     def run(self, script: str, timeout_s: float = _COMMAND_TIMEOUT_S) -> str:
         """Run a script and return its output; raise SparkError with the error output on failure."""
@@ -76,11 +76,11 @@ def read_served(login: Login, service: str) -> tuple[Served, Release]:
         line.split("=", 1) for line in login.run(SYSTEM_SCRIPT).splitlines() if "=" in line
     )
     versions = {k: str(v).strip() for k, v in {**status.versions, **system}.items() if v}
-    words = (word.partition("=") for word in release.engine.docker_args)
+    options = (word.partition("=") for word in release.engine.docker_args)
     served = Served(
         login.name, release.name, release.model, release.profile, release.image.tag,
         release.tree.path, versions, release.check.portable,
-        next((cpus for option, _, cpus in words if option == "--cpuset-cpus"), None),
+        next((cpus for option, _, cpus in options if option == "--cpuset-cpus"), None),
     )  # fmt: skip
     return served, release
 
@@ -160,12 +160,12 @@ def parse_samples(lines: Iterable[str]) -> Iterator[Sample]:
     """Parse `TIME KILOBYTES [CELSIUS,WATTS]`; skip incomplete lines."""
     started: float | None = None
     for line in lines:
-        words = line.split()
-        if len(words) < 2 or not words[1].isdigit():
+        fields = line.split()
+        if len(fields) < 2 or not fields[1].isdigit():
             continue
-        started = float(words[0]) if started is None else started
-        gpu = parse_gpu_sensors(words[2] if len(words) > 2 else "")
-        yield Sample(round(float(words[0]) - started, 1), int(words[1]) * 1024, *gpu)
+        started = float(fields[0]) if started is None else started
+        gpu = parse_gpu_sensors(fields[2] if len(fields) > 2 else "")
+        yield Sample(round(float(fields[0]) - started, 1), int(fields[1]) * 1024, *gpu)
 
 
 def parse_gpu_sensors(text: str) -> tuple[float | None, float | None]:

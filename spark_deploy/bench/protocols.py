@@ -196,7 +196,7 @@ def measure_grid(
     extra_options: Sequence[str],
 ) -> tuple[str, tuple[Cell, ...]]:  # fmt: skip
     """Run llama-benchy, write the ``result`` file, and return the version and cases."""
-    words = [
+    options = [
         "--base-url", endpoint.base_url, "--model", endpoint.model, "--tokenizer", str(tokenizer),
         "--pp", str(grid.prompt_tokens), "--tg", str(grid.answer_tokens),
         "--depth", *map(str, grid.depths), "--concurrency", *map(str, grid.concurrencies),
@@ -205,7 +205,7 @@ def measure_grid(
     ]  # fmt: skip
     trust = {"SSL_CERT_FILE": endpoint.ca, "REQUESTS_CA_BUNDLE": endpoint.ca} if endpoint.ca else {}
     process = subprocess.run(
-        [python, "-c", _LAUNCH, *words],
+        [python, "-c", _LAUNCH, *options],
         env={**os.environ, **trust, "SPARK_BENCH_KEY": endpoint.key},
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True, check=False,

@@ -168,13 +168,13 @@ def _inspect(options: Options, source: str, host: Target) -> int:
     elif not is_repository(source.partition("@")[0]):
         raise CatalogError.one(source, "is neither a directory nor ORG/NAME", "check the spelling")
     with temporary_builder(host.settings.hub) as builder:
-        words = [builder_api.JSON] if options.json else []
+        arguments = [builder_api.JSON] if options.json else []
         for model in host.catalog.models.values():
             for order in _build_orders(model) if isinstance(model, HybridModel) else ():
                 name = f"{model.name}.{order.shared_experts}.json"
                 (builder.folder / name).write_text(to_json(order), encoding="utf-8")
-                words += [builder_api.AGAINST, name]
-        print(printable(builder.run(builder_api.INSPECT, *words, source)), end="")
+                arguments += [builder_api.AGAINST, name]
+        print(printable(builder.run(builder_api.INSPECT, *arguments, source)), end="")
     return 0
 
 

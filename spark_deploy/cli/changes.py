@@ -263,8 +263,8 @@ def pyinfra_command(
     data = [*options.data, *_assignments(options.choice), *data]
     return [
         "pyinfra", str(inventory_path(options)), str(CHECKOUT / deploy_file(command)),
-        *(word for host in hosts for word in ("--limit", host)),
-        *(word for item in data for word in ("--data", item)), *flags,
+        *(argument for host in hosts for argument in ("--limit", host)),
+        *(argument for item in data for argument in ("--data", item)), *flags,
     ]  # fmt: skip
 
 

@@ -65,21 +65,21 @@ def shared_options(
     def decorate(run: Callable[..., int]) -> Callable[..., Any]:
         @functools.wraps(run)
         def bind(**values: Any) -> Callable[[], int]:
-            words = values.pop("words", ())
+            arguments = values.pop("words", ())
             if "=" in metavar:
-                values["assignments"] = [word for word in words if "=" in word]
-                words = [word for word in words if "=" not in word]
+                values["assignments"] = [argument for argument in arguments if "=" in argument]
+                arguments = [argument for argument in arguments if "=" not in argument]
             shared: dict[str, Any] = {}
             for key in Options.__slots__:
                 value = values.pop(key, None)
                 if value is not None:
                     shared[key] = list(value) if isinstance(value, tuple) else value
             options = Options(**shared)
-            files = [word for word in words if _is_inventory(word)]
+            files = [argument for argument in arguments if _is_inventory(argument)]
             if len(files) > 1 or (files and options.inventory):
                 raise click.UsageError(f"more than one inventory: {' '.join(files)}")
             options.inventory = files[0] if files else options.inventory
-            options.limit += [word for word in words if word not in files]
+            options.limit += [argument for argument in arguments if argument not in files]
             return functools.partial(run, options, **values)
 
         parameters = [
@@ -92,10 +92,10 @@ def shared_options(
     return decorate
 
 
-def _is_inventory(word: str) -> bool:
+def _is_inventory(arg: str) -> bool:
     """Return whether an argument is an inventory: a file, a list of hosts, or ``@local``."""
-    is_inventory = word.endswith(".py") or word.startswith("@") or "," in word or "/" in word
-    return is_inventory or Path(word).is_file()
+    is_inventory = arg.endswith(".py") or arg.startswith("@") or "," in arg or "/" in arg
+    return is_inventory or Path(arg).is_file()
 
 
 def name_completer(*kinds: str) -> Callable[..., list[str]]:
@@ -104,10 +104,10 @@ def name_completer(*kinds: str) -> Callable[..., list[str]]:
     def names(_context: click.Context, _option: click.Parameter, incomplete: str) -> list[str]:
         model, slash, _ = incomplete.partition("/")
         if slash and "models" in kinds:
-            known = [f"{model}/{name}" for name in catalog_files("profiles", user_dir=Path.cwd())]
+            choices = [f"{model}/{name}" for name in catalog_files("profiles", user_dir=Path.cwd())]
         else:
-            known = [name for kind in kinds for name in catalog_files(kind, user_dir=Path.cwd())]
-        return [name for name in known if name.startswith(incomplete)]
+            choices = [name for kind in kinds for name in catalog_files(kind, user_dir=Path.cwd())]
+        return [name for name in choices if name.startswith(incomplete)]
 
     return names
 
@@ -257,9 +257,9 @@ def short_list(names: Sequence[str]) -> str:
     return ", ".join(names) if len(names) <= 4 else f"{len(names)} hosts"
 
 
-def next_command(options: Options, *words: str) -> str:
+def next_command(options: Options, *arguments: str) -> str:
     inventory = ["--inventory", str(options.inventory)] if options.inventory else []
-    return shlex.join([command_path("spark-deploy"), *words, *inventory])
+    return shlex.join([command_path("spark-deploy"), *arguments, *inventory])
 
 
 def command_path(name: str) -> str:

@@ -70,8 +70,8 @@ def _revoke(options: Options, name: str) -> int:
     hosts = select_hosts(options, must_serve=False)
     root = hosts[0].loaded.root
     if not (files := remove_entry(root, _KEYS, name, dry=True)):
-        known = sorted({key for host in hosts for key in host.settings.serve.keys})
-        fix = f"choose from: {', '.join(known)}" if known else "run `spark-deploy key list`"
+        key_names = sorted({key for host in hosts for key in host.settings.serve.keys})
+        fix = f"choose from: {', '.join(key_names)}" if key_names else "run `spark-deploy key list`"
         raise SparkError.one(f"key revoke {name}", "no settings file has this key", fix)
     for file in files:
         note(f"{file}: will remove {_KEYS}.{name}")

@@ -95,13 +95,13 @@ def draft_from_recipe(data: Mapping[str, Any], source: str, engine: Engine | Non
 
 
 def _allowed_environment(recipe: Recipe) -> dict[str, str]:
-    given = {str(name): str(value) for name, value in recipe.environment.items()}
-    paths = allowed.find_unlisted({}, given)
+    variables = {str(name): str(value) for name, value in recipe.environment.items()}
+    paths = allowed.find_unlisted({}, variables)
     unlisted = f"{allowed.NOT_LISTED}; {allowed.FIX}"
     rejected = {path.removeprefix("environment."): unlisted for path in paths}
-    rejected |= {name: reason for name, reason, _ in engine_options.environment_problems(given)}
+    rejected |= {name: reason for name, reason, _ in engine_options.environment_problems(variables)}
     recipe.unused += [f"environment {name}: {rejected[name]}" for name in sorted(rejected)]
-    return {name: value for name, value in given.items() if name not in rejected}
+    return {name: value for name, value in variables.items() if name not in rejected}
 
 
 def _parse(data: Mapping[str, Any], source: str) -> Recipe:
@@ -372,13 +372,13 @@ def _add_speculation(config: dict[str, Any], arguments: Arguments) -> None:
 def _option_values(args: list[str]) -> Iterator[tuple[str, list[str]]]:
     name: str | None = None
     values: list[str] = []
-    for word in args:
-        if not word.startswith("--") and (word[:1] != "-" or word not in _FULL_NAMES):
-            values.append(word)
+    for arg in args:
+        if not arg.startswith("--") and (arg[:1] != "-" or arg not in _FULL_NAMES):
+            values.append(arg)
             continue
         if name is not None:
             yield name, values
-        option, equals, value = word.partition("=")
+        option, equals, value = arg.partition("=")
         option = option.removeprefix("--").replace("_", "-")
         name, values = _FULL_NAMES.get(option, option), [value] if equals else []
     if name is not None:

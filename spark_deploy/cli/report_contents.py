@@ -202,10 +202,10 @@ def with_answers(host: HostReport) -> HostReport:
 def _host_answers(host: HostReport) -> Iterator[Verdict]:
     for name, kind in (("fetched", FETCH_JOB), ("built", CHECKPOINT_JOB)):
         jobs = [job for job in host.jobs if job.kind == kind]
-        done = [job for job in jobs if job.state == "done"]
-        seconds = sum(job.elapsed_s or 0 for job in done)
-        text = f"{len(done)} of {len(jobs)} done" + (f", {seconds} s" if seconds else "")
-        yield (name, len(done) == len(jobs), text) if jobs else (name, None, "no such job")
+        finished = [job for job in jobs if job.state == "done"]
+        seconds = sum(job.elapsed_s or 0 for job in finished)
+        text = f"{len(finished)} of {len(jobs)} done" + (f", {seconds} s" if seconds else "")
+        yield (name, len(finished) == len(jobs), text) if jobs else (name, None, "no such job")
     options, docker = " ".join(host.gpu_container), host.versions.get("docker", "")
     text = f"docker {docker}, {options}" if options else "no container was tested"
     yield "gpu-container", True if options else None, text

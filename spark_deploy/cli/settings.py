@@ -97,8 +97,8 @@ def write_values(
             if _lookup(host.loaded.data, key) == (value,):
                 continue
             file = _file_to_edit(host.loaded, key, all_hosts, selected_names)
-            known = edits.get((file, key))
-            names = (*known.hosts, host.name) if known else (host.name,)
+            edit = edits.get((file, key))
+            names = (*edit.hosts, host.name) if edit else (host.name,)
             before = next((_to_yaml(old) for old in _lookup(_read(file), key)), None)
             edits[file, key] = Edit(file, key, before, _to_yaml(value), names)
     for file in dict.fromkeys(edit.file for edit in edits.values()):
@@ -260,13 +260,13 @@ def settings(options: Options, key: str | None) -> int:
     text = (CHECKOUT / "group_vars/all.yml").read_text("utf-8").rstrip("\n")
     defaults = yaml.safe_load(text)
     if key is not None:
-        known = dict(_leaves(defaults))
-        defaults = {name: value for name, value in known.items() if key in name}
+        values = dict(_leaves(defaults))
+        defaults = {name: value for name, value in values.items() if key in name}
         if not defaults:
-            parts = {part for name in known for part in name.split(".")}
-            fix = suggest(key, [*known, *parts], "run `spark-deploy settings` to list all")
+            parts = {part for name in values for part in name.split(".")}
+            fix = suggest(key, [*values, *parts], "run `spark-deploy settings` to list all")
             raise SparkError.one(f"settings {key}", "no setting contains this in its name", fix)
-        text = "\n".join([*_matching_lines(text, key), *_changed_values(options, key, known)])
+        text = "\n".join([*_matching_lines(text, key), *_changed_values(options, key, values)])
     print(json.dumps(defaults, indent=1) if options.json else text)
     return 0
 

@@ -276,9 +276,9 @@ def _locked_sources(shared: Shared, host: Target) -> Iterator[LockedSource]:
         if repo not in names:
             problem = f"neither {shared.name} nor {shared.profile_name} uses this repository"
             raise LockError.one(repo, problem, "remove the repository from `sources` in the file")
-        known = lock.sources.get(repo)
-        if known is not None and known.commit != source.commit:
-            problem = f"is locked at {known.commit[:12]}, but the file has {source.commit[:12]}"
+        existing = lock.sources.get(repo)
+        if existing is not None and existing.commit != source.commit:
+            problem = f"is locked at {existing.commit[:12]}, but the file has {source.commit[:12]}"
             fix = f"remove it from {host.loaded.lock_path.name} to use the commit in the file"
             raise LockError.one(repo, problem, fix)
         on_hub = hub.look_up_repo(settings.endpoint, repo, source.commit, token)

@@ -226,8 +226,8 @@ def _rollout(host_status: HostStatus, service: str) -> dict[str, Any] | None:
 
 def _release_name(host_status: HostStatus, name: str | None, plan: HostPlan | None) -> str | None:
     """Return the release name, with model and profile if the plan or the host has them."""
-    known = plan if plan and plan.release.name == name else host_status.release(name)
-    return f"{known.model} with {known.profile}, {name}" if known else name
+    release = plan if plan and plan.release.name == name else host_status.release(name)
+    return f"{release.model} with {release.profile}, {name}" if release else name
 
 
 def _readiness(plan: HostPlan, host_status: HostStatus) -> list[dict[str, Any]]:
