@@ -75,8 +75,8 @@ def test_prints_files_sizes_and_matching_models(hub, here, capsys):
         assert re.search(rf"^  {re.escape(path.name)} +(\d+|-) +{size}$", text, re.MULTILINE)
     assert re.search(r"^  routed experts +I32 +\d+ +\d+$", text, re.MULTILINE)
     assert "  quantized  quant_method auto-round, bits 4\n" in text
-    assert re.search(r"^  lab-tiny +base +fits: the plan's base$", text, re.MULTILINE)
-    assert re.search(r"^  lab-tiny +donor +no: donor weights and scales: ", text, re.MULTILINE)
+    assert re.search(r"^  lab-tiny +base +matches: the plan's base$", text, re.MULTILINE)
+    assert re.search(r"^  lab-tiny +donor +differs: donor weights and scales: ", text, re.MULTILINE)
     assert all(last < header_bytes(path) for path, last in requested_ranges(hub, BASE))
 
 
