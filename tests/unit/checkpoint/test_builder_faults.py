@@ -18,7 +18,7 @@ from tests.unit.prerequisites import missing
 ACTS = {"kill": -9, "disk_full": 4}
 FULL_DISK = (
     r"error: (\S+): No space left on device \(/\S* has \d+ bytes( and \d+ inodes)? free\); "
-    r"fix: free space on this filesystem, then run it again to resume"
+    r"fix: free space on this filesystem, then run the command again to resume"
 )
 
 
