@@ -89,6 +89,7 @@ def init(
     hosts = _host_lines(host, user) if host else _default_hosts(folder, local)
     if host and (folder / HOSTS_FILE).exists():
         _reject_other_hosts(folder / HOSTS_FILE, hosts)
+    is_new = not folder.exists()
     texts = {
         folder / HOSTS_FILE: HOSTS_HEAD + "".join(hosts),
         folder / "group_vars/all.yml": _settings(options.model, options.profile),
@@ -103,7 +104,7 @@ def init(
     except SparkError:
         for path in written:  # otherwise the next `init` would keep the invalid files
             path.unlink()
-            if path.parent != folder:
+            if path.parent != folder or is_new:
                 with suppress(OSError):  # the folder is not empty
                     path.parent.rmdir()
         raise

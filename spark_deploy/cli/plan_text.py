@@ -84,12 +84,14 @@ def _download_sizes(plan: HostPlan) -> dict[tuple[bool, str], int]:
 
 
 def summary_lines(plan: HostPlan, profile: Profile, peer: str) -> Iterator[str]:
-    caveat = " (some sizes are unknown)" if plan.memory.unknown else ""
-    yield f"{plan.host}: {plan.model} with {plan.profile} fits{caveat}"
+    verdict = "may not fit: some sizes are unknown" if plan.memory.unknown else "fits"
+    yield f"{plan.host}: {plan.model} with {plan.profile} {verdict}"
     yield row("serves", f"{', '.join(plan.release.names)} {_address_text(plan)}")
     yield row("downloads", _peer_downloads_text(plan, peer) if peer else _downloads_text(plan))
     peak_bytes, after_bytes = disk_total(plan.disk)
-    yield row("disk", f"{format_size(after_bytes)} in total, {format_size(peak_bytes)} at peak")
+    sizes = f"{format_size(after_bytes)} in total, {format_size(peak_bytes)} at peak"
+    is_partial = any(not source.size_bytes for served in plan.served for source in served.sources)
+    yield row("disk", f"{sizes}{', without files of unknown size' if is_partial else ''}")
     yield row("memory", _memory_summary(plan, profile))
     for text in plan.memory.unknown:
         yield row("UNKNOWN", text)
@@ -99,8 +101,8 @@ def summary_lines(plan: HostPlan, profile: Profile, peer: str) -> Iterator[str]:
     if used < requested and not profile.kv_cache.size_bytes:
         yield row("", f"memory share lowered from {requested:g} to {used:g}; the rest is reserved")
     if not plan.release.check.portable:
-        repeats = "and again whenever the engine's base image or the driver changes"
-        yield row("start", f"{COMPILING}, {repeats}")
+        repeats = "repeated when the engine's base image or the driver changes"
+        yield row("start", f"{COMPILING}; {repeats}")
     for service in plan.services:
         urls = ", ".join(url for url, _ in base_urls(service.gateway))
         used_memory = gib(service.memory.memory_fraction * service.memory.total_bytes)
@@ -128,10 +130,8 @@ def _downloads_text(plan: HostPlan) -> str:
     slow, fast = (_duration_text((files + image) / rate / 1e6) for rate in RATES_MB_PER_S)
     build = "; then builds the checkpoint" if plan.checkpoint else ""
     model = f"up to {format_size(files)} of files" if files else "files of unknown size"
-    return (
-        f"{model} and {format_size(image)} of images, minus files already on the host: "
-        f"{fast} at 100 MB/s, {slow} at 25 MB/s{build}"
-    )
+    times = f": {fast} at 100 MB/s, {slow} at 25 MB/s{build}" if files else ""
+    return f"{model} and {format_size(image)} of images, minus files already on the host{times}"
 
 
 def _peer_downloads_text(plan: HostPlan, peer: str) -> str:

@@ -55,7 +55,7 @@ def schema_problems(
                 yield Problem(full_key(unknown), "unknown key", fix)
         else:
             description = str(error.schema.get("description", "")) if error.schema else ""
-            fix = f"{_fix(error)}. {description}".removesuffix(". ")
+            fix = f"{_fix(error)}. {description}".replace("?.", "?").removesuffix(". ")
             yield Problem(full_key(path), _message(error), fix)
 
 

@@ -198,7 +198,8 @@ def _unknown_sizes(model: Model, profile: Profile) -> Iterator[str]:
         return
     anatomy, drafter = model.anatomy, drafts.anatomy if drafts else None
     if anatomy is None or not anatomy.weights:
-        yield "weights, context and KV cache: the repository's headers have not been read yet"
+        fix = "run `spark-deploy update` to read the repository's headers"
+        yield f"weights, context and KV cache: {fix}"
         return
     if anatomy.cache_unknown and measured_cache(model, profile) is None:
         yield f"KV cache per token: {anatomy.cache_unknown}"

@@ -49,5 +49,5 @@ PHASE = "phase="  # prefix of progress lines
 WAITED = "waited_s="  # in our own lines of the engine's log
 LIMIT = "limit_s="
 # FlashAttention 2 and Marlin contain only PTX, which ptxas compiles in 3 to 5 minutes on one core.
-COMPILING = "compiling kernels for this GPU, first start only: 3 to 5 minutes"
+COMPILING = "compiling kernels for this GPU at the first start: 3 to 5 minutes"
 LAB_STUB_SUFFIX = "+labstub"  # in versions of lab stubs

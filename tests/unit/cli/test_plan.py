@@ -54,8 +54,8 @@ def lock_path(tmp_path):
         (("--data", "checkpoint.source=requantized", "--data", "requantize.iters=0"),
          ("Qwen/Qwen3.5-122B-A10B (estimated, not locked), 250.2 GB",)),
         (("--model", "qwen3-4b", "--profile", "plain"),
-         ("qwen3-4b with plain fits (some sizes are unknown)\n",
-          "downloads   files of unknown size and",
+         ("qwen3-4b with plain may not fit: some sizes are unknown\n",
+          "downloads   files of unknown size and", "without files of unknown size",
           "weights, context and KV cache")),
     ],
 )  # fmt: skip

@@ -148,7 +148,7 @@ def write_program(path: Path, script: str) -> Path:
     return path
 
 
-def wait_until(condition: Callable[[], Any], event: str, seconds: float = 10) -> Any:
+def wait_until(condition: Callable[[], Any], event: str, seconds: float = 60) -> Any:
     deadline = time.monotonic() + seconds
     while True:
         value = condition()
