@@ -27,11 +27,6 @@ from spark_deploy.plan.speed import (
 from tools.docs.declared import row
 
 ON_H200 = "[measured](engine-proofs.md#lm-head-kernel) on an H200"
-_HEADS = {
-    "keep": "16-bit, unchanged (`keep`)",
-    "int8-g128": "INT8 in the checkpoint (`int8-g128`)",
-    "int8-triton": "INT8 with our Triton kernel (`int8-triton`)",
-}
 NUMBERS = (
     ("bandwidth", f"{BANDWIDTH_BYTES_PER_S / 1e9:.0f} GB/s", "data sheet of a Spark"),
     (
@@ -56,17 +51,10 @@ NUMBERS = (
         f"{PROMPT_FLOPS_PER_S / 1e12:.1f} TFLOPS",
         "half of the speed published for two Sparks",
     ),
-    *(
-        (f"LM head, {_HEADS[head]}", f"{share:.0%} of bandwidth", ON_H200)
-        for head, share in HEADS.items()
-    ),
+    *((f"LM head `{head}`", f"{share:.0%} of bandwidth", ON_H200) for head, share in HEADS.items()),
+    ("first draft is accepted", str(FIRST_ACCEPTED), "published: 95 % accepted with one draft"),
     (
-        "probability that the first draft is accepted",
-        str(FIRST_ACCEPTED),
-        "published: 95 % accepted with one draft",
-    ),
-    (
-        "probability for each later draft, if the previous draft was accepted",
+        "each later draft is accepted, if the previous one was",
         str(LATER_ACCEPTED),
         "published: 80 % accepted with two drafts",
     ),
