@@ -18,7 +18,7 @@ from spark_deploy.cli.catalog_files import Draft, write_files
 from spark_deploy.cli.console import (
     FILE,
     Options,
-    host_names,
+    complete_host_names,
     next_command,
     note,
     print_problem,
@@ -75,7 +75,7 @@ _TASK_COMMENTS = {
     "hosts",
     multiple=True,
     metavar="NAME",
-    shell_complete=host_names,
+    shell_complete=complete_host_names,
     help="Run AutoRound on this host.",
 )
 @shared_options(changes=True)

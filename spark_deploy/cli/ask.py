@@ -77,7 +77,7 @@ def ask_host(
     if print_answer:
         print()
         if not text:
-            note(f"only reasoning within {tokens} tokens; add `--tokens {tokens * 4}`")
+            note(f"reasoning reached the limit of {tokens} tokens; add `--tokens {tokens * 4}`")
         note(speed_text(answer))
     return {
         "host": target.name, "model": endpoint.model, "answer": text,

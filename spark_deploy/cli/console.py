@@ -112,8 +112,10 @@ def name_completer(*kinds: str) -> Callable[..., list[str]]:
     return names
 
 
-def host_names(_context: click.Context, _option: click.Parameter, incomplete: str) -> list[str]:
-    """Complete the hosts of ``hosts.yml`` if it can be read."""
+def complete_host_names(
+    _context: click.Context, _option: click.Parameter, incomplete: str
+) -> list[str]:
+    """Suggest host names from ``hosts.yml``, or none if it cannot be read."""
     try:
         hosts = list(yaml.safe_load(Path("hosts.yml").read_bytes())["hosts"])
     except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
@@ -138,7 +140,7 @@ def service_option(text: str) -> Callable[..., Any]:
 
 
 def _host_arguments(metavar: str) -> Callable[..., Any]:
-    return click.argument("words", nargs=-1, metavar=metavar, shell_complete=host_names)
+    return click.argument("words", nargs=-1, metavar=metavar, shell_complete=complete_host_names)
 
 
 _HOSTS = (
@@ -146,11 +148,11 @@ _HOSTS = (
         "--inventory", metavar="FILE", type=FILE, help="Inventory file [inventory/spark.py]."
     ),
     click.option(
-        "--limit", "--host", "limit", multiple=True, metavar="NAME", shell_complete=host_names,
-        help="Select only these hosts or groups; same as HOST.",
+        "--limit", "--host", "limit", multiple=True, metavar="NAME",
+        shell_complete=complete_host_names, help="Select only these hosts or groups; same as HOST.",
     ),
     click.option(
-        "--exclude", multiple=True, metavar="NAME", shell_complete=host_names,
+        "--exclude", multiple=True, metavar="NAME", shell_complete=complete_host_names,
         help="Exclude these hosts or groups.",
     ),
     click.option(

@@ -193,4 +193,4 @@ def describe_reuse(reuse: Reuse) -> str:
     part, whole = format_size(reuse.found_bytes), format_size(reuse.whole_bytes)
     if part.split()[1] == whole.split()[1]:
         part = part.split()[0]
-    return f"will reuse {part} of {whole}{where} without download or move"
+    return f"will reuse {part} of {whole}{where} without downloading or moving it"

@@ -141,7 +141,7 @@ def build_plan(host: Target, *, estimate: bool = False) -> HostPlan:
 
 
 def with_estimates(lock: Lock, settings: Settings, catalog: Catalog) -> Lock:
-    """Add estimated sizes, by architecture, for names that are not locked."""
+    """Add sizes, estimated from the architecture, for sources and images that are not locked."""
     missing = required_names(settings, catalog).missing_in(lock)
     size_bytes: dict[str | None, int] = {}
     for name in {served.model for served in settings.all_models}:

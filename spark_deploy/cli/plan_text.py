@@ -266,9 +266,10 @@ def _memory_lines(plan: HostPlan, profile: Profile) -> Iterator[str]:
     )
     yield row(
         "",
-        f"free: {gib(memory.reserve_bytes)} for system and programs (memory.reserve_gib), "
-        f"{gib(memory.free_bytes - memory.reserve_bytes)} for start peaks and file cache; below "
-        f"{gib(memory.floor_bytes)} the watchdog stops the engine",
+        f"free: {gib(memory.reserve_bytes)} for the system and other programs "
+        f"(memory.reserve_gib), {gib(memory.free_bytes - memory.reserve_bytes)} for startup peaks "
+        "and the file cache; the watchdog stops the engine if less than "
+        f"{gib(memory.floor_bytes)} is free",
     )
     if profile.ngram_table == "file":
         cached = f"{gib(NGRAM_CACHE_BYTES)} of cached n-gram table rows"

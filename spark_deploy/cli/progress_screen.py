@@ -145,14 +145,15 @@ class Transcript:
         self.hosts[host].steps += not skipped
 
     def fail_operation(self, name: str, now_s: float) -> list[str]:
+        """Mark the host as failed; return its headline, or all results if there is none."""
         self.end_operation(name, now_s)
         host = self.hosts[name]
-        host.failed_step, host.problems = host.step, host.step_results
-        headlines = [note for note in host.problems if note.startswith(f"{name} ")]
-        if not headlines:
-            return [f"{name}: FAILED in {host.step}", *(f"  {note}" for note in host.problems)]
-        first = host.problems.index(headlines[0])
-        host.headline, host.problems = headlines[0], host.problems[first + 1 :]
+        host.failed_step, lines = host.step, host.step_results
+        first = next((i for i, line in enumerate(lines) if line.startswith(f"{name} ")), None)
+        if first is None:
+            host.problems = lines
+            return [f"{name}: FAILED in {host.step}", *(f"  {line}" for line in lines)]
+        host.headline, host.problems = lines[first], lines[first + 1 :]
         return [host.headline]
 
     def _add_time(self, now_s: float) -> None:

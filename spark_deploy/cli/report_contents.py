@@ -183,19 +183,18 @@ Verdict = tuple[str, bool | None, str]  # question; answer, or None if open; evi
 
 
 def with_answers(host: HostReport) -> HostReport:
-    verdicts = [*_host_answers(host)]
+    found = [*_host_answers(host)]
     if host.serving:
-        verdicts += _deployment_answers(host, host.serving)
-        verdicts += _check_answers(host.serving)
-        verdicts += _engine_answers(host.serving)
-    answers = {name: (verdict, text) for name, verdict, text in verdicts}
-    gpu, result = host.versions.get("gpu", ""), []
-    invalid = "stand-ins; " if host.stand_ins else f"not a Spark: {gpu}; "
-    is_valid = not host.stand_ins and gpu in ("", GB10)
+        found += _deployment_answers(host, host.serving)
+        found += _check_answers(host.serving)
+        found += _engine_answers(host.serving)
+    answers = {name: (verdict, text) for name, verdict, text in found}
+    result, gpu, caveat = [], host.versions.get("gpu", ""), ""
+    if host.stand_ins or gpu not in ("", GB10):
+        caveat = "stand-ins; " if host.stand_ins else f"not a Spark: {gpu}; "
     for name in QUESTION_IDS:
-        verdict, text = answers.get(name, (None, "nothing runs"))
-        state = _STATES[verdict] if is_valid else "open"
-        result.append(Answer(name, state, text if is_valid else invalid + text))
+        verdict, text = answers.get(name, (None, "nothing is running"))
+        result.append(Answer(name, "open" if caveat else _STATES[verdict], caveat + text))
     return replace(host, answers=tuple(result))
 
 

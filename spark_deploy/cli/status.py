@@ -116,7 +116,7 @@ def summarize(answer: Answer[HostStatus]) -> dict[str, Any]:
         return {**answer.data(), "drift": answer.problem}
     plan, plan_problem = _build_plan(answer.host)
     scheduled = [entry.release for entry in plan.schedule] if plan else []
-    planned = host_status.release_due(plan.release, scheduled).name if plan else None
+    planned = host_status.expected_release(plan.release, scheduled).name if plan else None
     drift = host_status.unproven_reason(MAIN_SERVICE, planned) if planned else plan_problem
     services = _services(plan, host_status)
     drifts = {service["service"]: service["drift"] for service in services}

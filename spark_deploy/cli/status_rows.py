@@ -8,12 +8,12 @@ from spark_deploy.plan.memory import gib
 
 
 def short_lines(hosts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield one line per service, and one line per difference from the plan."""
+    """Yield one line per service, and one line per problem."""
     rows = [row for host in hosts for row in _short_rows(host)]
-    full = [cells for cells, _ in rows if len(cells) > 2]
-    widths = [max(map(len, column)) for column in zip(*full, strict=True)]
+    service_rows = [cells for cells, _ in rows if len(cells) > 2]
+    widths = [max(map(len, column)) for column in zip(*service_rows, strict=True)]
     for cells, problems in rows:
-        padded = map(str.ljust, cells, widths) if len(cells) > 2 else cells
+        padded = map(str.ljust, cells, widths) if cells in service_rows else cells
         yield "  ".join(padded).rstrip()
         yield from (f"    {problem}" for problem in problems if problem)
 

@@ -159,7 +159,7 @@ def _print_answer(host: Target, options: Options) -> None:
         for problem in error.problems:
             print_problem(problem)
         return
-    answer = one_line(result["answer"] or "only reasoning within the token limit")
+    answer = one_line(result["answer"] or "(the token limit was reached during reasoning)")
     print(f"  asked {QUESTION!r}, answered {answer!r} at {result['tokens_per_s']} tok/s")
     print(f"  clients: {next_command(options, 'connect', host.name)}")
 

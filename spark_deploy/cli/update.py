@@ -9,7 +9,7 @@ import click
 
 from spark_deploy.cli.console import Options, note, shared_options
 from spark_deploy.cli.hosts import Target, build_plan, query_or_note, read_status, select_hosts
-from spark_deploy.config.catalog.anatomy import Anatomy, CountedCache
+from spark_deploy.config.catalog.anatomy import Anatomy, MeasuredCache
 from spark_deploy.config.catalog.model import PlainModel
 from spark_deploy.config.documents import to_yaml_data
 from spark_deploy.config.errors import LockError
@@ -200,15 +200,15 @@ def _measured_anatomies(host: Target, status: HostStatus, lock: Lock) -> Iterato
     for served in build_plan(host).served:
         model = host.catalog.model(served.model)
         anatomy = lock.anatomies.get(getattr(model, "repository", ""))
-        release = status.release(served.release.name)
-        proof = release.proof if release else None
+        deployed = status.release(served.release.name)
+        proof = deployed.proof if deployed else None
         if not isinstance(model, PlainModel) or anatomy is None or not anatomy.cache_unknown:
             continue
         if proof is None or not proof.ok or proof.kv_cache is None:
             note(f"  {model.repository}: {host.name} has not yet measured {served.release.name}")
             continue
         engine = proof.engine.get("version") or "unknown"
-        size = CountedCache(
+        size = MeasuredCache(
             kv_cache=host.catalog.profile(served.profile, served.model).kv_cache.dtype,
             context_tokens=served.release.check.max_model_len,
             token_bytes=max(1, proof.kv_cache.size_bytes // proof.kv_cache.tokens),

@@ -132,7 +132,7 @@ def _account_script(public_key: str, line: str) -> str:
     return f"""set -e; umask 022
 if ! getent passwd {ACCOUNT} >/dev/null; then
   useradd --system --user-group --no-create-home --home-dir {ACCOUNT_HOME} --shell /bin/sh \\
-    --comment 'deploys of dgx-spark-deploy' --password '*' {ACCOUNT}
+    --comment 'dgx-spark-deploy deployment account' --password '*' {ACCOUNT}
 fi
 install -d -o root -g root -m 0755 {ACCOUNT_HOME} {ACCOUNT_HOME}/.ssh
 k={ACCOUNT_KEYS}; touch $k

@@ -135,9 +135,8 @@ def start_engine(state: State, host: Host, allowed: Sequence[str]) -> bool:
     fix = "stop it, or list it in takeover, then run again"
     problems = []
     for container in competing_containers(containers, allowed):
-        message = (
-            f"another engine started with docker ({container.image}, restart: {container.restart})"
-        )
+        restart = f"restart policy {container.restart}"
+        message = f"another engine is running in docker ({container.image}, {restart})"
         problems.append(Problem(f"container {container.name}", message, fix))
     if problems:
         raise HostError(*problems)

@@ -123,13 +123,13 @@ def encode_lines(content: bytes) -> str:
 
 
 def unzip_script(home: str, sha256: str, receipt: str) -> str:
-    """Return the script that reads a zip from ``encode_lines`` and unpacks it into ``home``.
+    """Return the script that unpacks a zip, encoded by ``encode_lines``, from stdin into ``home``.
 
-    It checks the hash in a directory that only root can read: pyinfra's upload uses a predictable
-    name in ``/tmp``.
+    It verifies the zip in a directory that only root can read, not in ``/tmp``, where pyinfra would
+    upload it under a predictable name.
     """
     target, parent = shlex.quote(home), shlex.quote(str(PurePosixPath(home).parent))
-    mismatch = shlex.quote(f"{home}: the received bytes do not match the hash of those sent")
+    mismatch = shlex.quote(f"{home}: checksum mismatch after the transfer")
     return "\n".join(
         (
             f"set -e; cd /; umask 077; mkdir -p -m 0755 {parent}",

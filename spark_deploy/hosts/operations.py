@@ -75,12 +75,12 @@ done"""
 def lease_script(
     path: str, token: str, user: str, dead_token: str | None = None, *, check_only: bool = False
 ) -> str:
-    """Return a script that takes or renews a lease for ``user``, or prints the holder.
+    """Return a script that acquires or renews a lease for ``user``, or prints the holder.
 
-    It replaces a lease with ``dead_token``; with ``check_only`` it does not take the lease.
+    It replaces a lease with ``dead_token``; with ``check_only`` it does not acquire the lease.
     """
     lease = shlex.quote(path)
-    if_free = "echo free; exit 0" if check_only else ":"
+    if_available = "echo available; exit 0" if check_only else ":"
     return f"""set -e; umask 077
 {_lock_script(lease)}
 now=$(cut -d. -f1 /proc/uptime)
@@ -91,11 +91,11 @@ if [ "$expires" -gt "$now" ] && [ "$holder" != {token} ] &&
   [ "$holder" != {dead_token or token} ]; then
   echo "held $holder $((expires - now)) $since $user"; exit 0
 fi
-{if_free}
+{if_available}
 if [ "$holder" != {token} ]; then since=$(date -u +%Y-%m-%dT%H:%M:%SZ); fi
 printf '%s %s %s %s\\n' {token} $((now + {TTL_S})) "$since" {user} > {lease}.new
 mv -fT {lease}.new {lease}
-echo taken"""
+echo acquired"""
 
 
 def unlock_script(path: str, token: str) -> str:
@@ -111,7 +111,7 @@ if [ "$holder" = {token} ]; then rm -f {lease} {lease}.lock; fi"""
 class _Lease:
     is_checked: bool = False  # whether another run holds it
     is_requested: bool = False
-    is_taken: bool = False
+    is_acquired: bool = False
     renewal: "gevent.Greenlet[..., None] | None" = None
 
 
@@ -161,7 +161,7 @@ class ReturnLeases(BaseStateCallback):
 
 
 def hold_lease(state: State, host: Host) -> None:
-    """Take a lease before the first command that changes ``host``."""
+    """Acquire a lease before the first command that changes ``host``."""
     if ReturnLeases not in map(type, state.callback_handlers):
         for handler in (ReturnLeases(), RepeatFailures()):
             state.add_callback_handler(handler)  # type: ignore[no-untyped-call]  # pyinfra
@@ -176,24 +176,23 @@ def _current_lease() -> _Lease | None:
 
 def _find_other_run() -> Problem | None:
     lease = _current_lease()
-    if lease is None or lease.is_checked or lease.is_taken:
+    if lease is None or lease.is_checked or lease.is_acquired:
         return None
     lease.is_checked = True
     return _request_lease(current_host(), check_only=True)
 
 
-def _acquire_lease() -> Problem | None:
-    """Take the lease if needed; return a problem if another run holds it."""
+def _acquire_lease() -> None:
+    """Acquire the lease if needed; raise HostError if another run holds it."""
     lease = _current_lease()
-    if lease is None or lease.is_taken:
-        return None
+    if lease is None or lease.is_acquired:
+        return
     lease.is_requested = True  # set first, because an interrupt may prevent the response
     if problem := _request_lease(current_host(), check_only=False):
-        return problem
-    lease.is_taken = True
+        raise HostError(problem)
+    lease.is_acquired = True
     if lease.renewal is None:
         lease.renewal = gevent.spawn(_renew, current_host(), lease)
-    return None
 
 
 def _request_lease(host: Host, *, check_only: bool) -> Problem | None:
@@ -205,14 +204,14 @@ def _request_lease(host: Host, *, check_only: bool) -> Problem | None:
         )
         other, *rest = response.removeprefix("held ").split(" ")
         if response.startswith("held ") and _has_ended(other):
-            # A killed run of this machine left the lease behind.
+            # A killed run on this machine left the lease behind.
             script = lease_script(LEASE, token, lease_holder(), other, check_only=check_only)
             response = _run_script(host, script)
     except SettingsError as error:  # sudo on this machine needs a password
         return error.problems[0]
     except _CONNECTION_ERRORS as error:
         return unreachable(where, type(error).__name__)
-    if response in ("taken", "free"):
+    if response in ("acquired", "available"):
         return None
     if not response.startswith("held ") or len(rest) != 3:
         fix = "free space in /run, then run again"
@@ -242,7 +241,7 @@ def _renew(host: Host, lease: _Lease) -> None:
             response = _run_script(host, lease_script(LEASE, this_run(), lease_holder()))
         except _CONNECTION_ERRORS:
             continue  # the host is rebooting, or the connection is lost: try again
-        lease.is_taken = response == "taken"  # if not, the next change requests it again
+        lease.is_acquired = response == "acquired"  # if not, the next change requests it again
 
 
 def _run_script(host: Host, script: str) -> str:
@@ -314,9 +313,9 @@ def host_operation(body: Callable[P, Commands | None]) -> PyinfraOperation[P]:
         try:
             if other_run := _find_other_run():
                 raise HostError(other_run)
-            for number, command in enumerate(body(*args, **kwargs) or ()):
-                if number == 0 and (other_run := _acquire_lease()):
-                    raise HostError(other_run)
+            for index, command in enumerate(body(*args, **kwargs) or ()):
+                if index == 0:  # an operation without commands needs no lease
+                    _acquire_lease()
                 yield command
         except SettingsError:  # ends the run for all hosts
             raise

@@ -286,7 +286,7 @@ def install_site(identity: PayloadIdentity) -> Commands:
 def install_quantizer(image: str) -> Commands:
     """Install AutoRound's pinned wheels for the Python of the engine's image.
 
-    AutoRound uses torch and transformers from the image, whose packages come first in its path.
+    AutoRound uses torch and transformers from the image, whose packages come first in sys.path.
     """
     site = read_fact(QuantizerSite, image=image)
     if not site.python_version:

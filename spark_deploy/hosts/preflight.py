@@ -63,8 +63,8 @@ def _identity_findings(plan: PreflightPlan, survey: Survey) -> Iterator[Finding]
         problem = Problem(
             "DGX OS",
             "/etc/dgx-release is missing",
-            "plain Ubuntu needs kernel parameters and a watchdog driver of DGX OS, or the board "
-            "resets about every 20 minutes; if the host has them, set expect.dgx_os: ignore",
+            "install the kernel parameters and the watchdog driver that DGX OS provides, or the "
+            "board resets about every 20 minutes; then set expect.dgx_os: ignore",
         )
         yield Finding(expect.dgx_os == "require", problem)
     yield from _driver_findings(plan, survey.gpu)

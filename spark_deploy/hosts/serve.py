@@ -83,7 +83,7 @@ def _rollout_reason(release: Release, status: HostStatus) -> str:
 def roll_out(release: Release, timeout_s: int, scheduled: Sequence[Release] = ()) -> Commands:
     """Serve and check this release; if it fails, the host restores the previous release."""
     status = read_fact(Status)
-    due = status.release_due(release, scheduled)
+    due = status.expected_release(release, scheduled)
     if due != release:
         message = f"keeping {due.name}, which is scheduled now"
         commands.log_once(f"{message}; {release.name} is scheduled for other times")
@@ -150,7 +150,7 @@ def verify_service(
     if message := status.stop_message(release.service):
         host.noop(f"nothing to verify: {message}")
         return
-    release = status.release_due(release, scheduled)
+    release = status.expected_release(release, scheduled)
     if reason := status.unproven_reason(release.service, release.name):
         fix = "run again; `spark-check` on the host shows which check fails"
         fail(f"{host.name}: {release.name}", f"not proven: {reason}", fix)

@@ -105,7 +105,8 @@ class HostStatus:
             return bool(self.unreadable)
         return state.active is not None or state.known_good not in (None, release)
 
-    def release_due(self, release: Release, scheduled: Iterable[Release]) -> Release:
+    def expected_release(self, release: Release, scheduled: Iterable[Release]) -> Release:
+        """Return the active release if it is scheduled and proven, otherwise ``release``."""
         state = self.service(release.service)
         active = state.active if state else None
         for other in scheduled:

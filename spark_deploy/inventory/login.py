@@ -249,7 +249,7 @@ def check_login(state: State, host: Host, endpoint: Endpoint) -> bool:
         host.log("a new login works")
         return True
     fix = "wait until the host has restored the old network, then check the cable and `ip route`"
-    return _log_problem(host, f"cannot log in again at {endpoint.hostname} ({result.detail})", fix)
+    return _log_problem(host, f"cannot log in to {endpoint.hostname} again ({result.detail})", fix)
 
 
 def check_no_access(state: State, host: Host, endpoint: Endpoint) -> bool:

@@ -198,7 +198,7 @@ def read_inventory(
             inventory=str(path), data=data, limit=limit, exclude=exclude, must_serve=must_serve,
             bootstraps=deploy.endswith("bootstrap.py"),
         )  # fmt: skip
-        groups = _with_settings({"hosts": hosts} if hosts else _run_inventory(path), path)
+        groups = _add_settings_to_groups({"hosts": hosts} if hosts else _run_inventory(path), path)
     data_by_host = {
         host: host_data for members, _ in groups.values() for host, host_data in members
     }
@@ -222,7 +222,7 @@ def check_inventory() -> None:
     if path.suffix != ".py" or not path.is_file() or "group_from" in path.read_text("utf-8"):
         return
     groups = {
-        name: group[0] if _is_group(group) else group
+        name: group[0] if _has_group_data(group) else group
         for name, group in _run_inventory(path).items()
     }
     # pyinfra ignores groups that contain other values.
@@ -270,15 +270,15 @@ def _run_inventory(path: Path) -> dict[str, Any]:
     }
 
 
-def _with_settings(groups: Mapping[str, Any], path: Path) -> dict[str, Group]:
-    complete = {name: group for name, group in groups.items() if _has_settings(group)}
-    known_hosts = {host for members, _ in complete.values() for host, _ in members}
+def _add_settings_to_groups(groups: Mapping[str, Any], path: Path) -> dict[str, Group]:
+    groups_with_settings = {name: group for name, group in groups.items() if _has_settings(group)}
+    known_hosts = {host for members, _ in groups_with_settings.values() for host, _ in members}
     plain_groups: dict[str, list[Any]] = {}
     host_data: dict[str, Any] = {}
     for name, group in groups.items():
-        if name in complete:
+        if name in groups_with_settings:
             continue
-        members, group_data = group if _is_group(group) else (group, {})
+        members, group_data = group if _has_group_data(group) else (group, {})
         for member in members:
             host, member_data = member if _has_data(member) else (member, {})
             if isinstance(host, str):
@@ -288,12 +288,12 @@ def _with_settings(groups: Mapping[str, Any], path: Path) -> dict[str, Group]:
                 host_data[host] = {**group_data, **member_data}
             plain_groups.setdefault(name, []).append(host)
     if not plain_groups:
-        return complete
-    return complete | groups_from(plain_groups, file=str(path), host_data=host_data)
+        return groups_with_settings
+    return groups_with_settings | groups_from(plain_groups, file=str(path), host_data=host_data)
 
 
-def _is_group(value: Any) -> bool:
-    """Return whether it is a list of hosts with data."""
+def _has_group_data(value: Any) -> bool:
+    """Return whether a group has data besides its list of hosts."""
     return _has_data(value) and isinstance(value[0], (list, tuple))
 
 
@@ -303,6 +303,6 @@ def _has_data(value: Any) -> bool:
 
 def _has_settings(group: Any) -> bool:
     """Return whether ``group_from`` made this group."""
-    if not _is_group(group) or not group[0]:
+    if not _has_group_data(group) or not group[0]:
         return False
     return all(_has_data(member) and CONTEXT_KEY in member[1] for member in group[0])

@@ -84,7 +84,7 @@ def look_up_image(
     except _MALFORMED as error:
         reason = one_line(f"{type(error).__name__}: {error}")
         what = f"the server does not respond like a registry ({reason})"
-        fix = "correct the image's address, or check for a proxy"
+        fix = "correct the image reference, or check whether a proxy responds instead"
         raise LockError.one(f"image {reference}", what, fix) from error
 
 

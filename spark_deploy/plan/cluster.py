@@ -254,10 +254,10 @@ def _missing_address(host: str, ports: Sequence[Port], subnet: str | None) -> Pr
 
 def _make_endpoint(host: str, ports: Sequence[Port], network: ipaddress.IPv4Network) -> Endpoint:
     main = next(port for port in ports if port.up and _address(port, network))
-    # Each interface of a cage carries half of the cable's bandwidth. NCCL uses a single GID index
-    # for all devices.
-    with_rdma = [port for port in ports if port.device and port.up and port.addresses]
-    usable = [port for port in with_rdma if main.device and port.gid_index == main.gid_index]
+    # Use all interfaces of a cage: each carries only half of the cable's bandwidth. They must share
+    # a GID index, because NCCL uses one for all devices.
+    rdma_ports = [port for port in ports if port.device and port.up and port.addresses]
+    usable = [port for port in rdma_ports if main.device and port.gid_index == main.gid_index]
     return Endpoint(
         host=host,
         address=_address(main, network),

@@ -67,7 +67,7 @@ def loads_unlisted_model(profile: Profile) -> bool:
     return canonical_options(profile.options).get("model-impl") in ("transformers", "terratorch")
 
 
-def stretches_context(profile: Profile) -> bool:
+def extends_context(profile: Profile) -> bool:
     """Return whether options change the position encoding, as for longer contexts."""
     return "rope" in str(canonical_options(profile.options).get("hf-overrides", "")).lower()
 
@@ -132,9 +132,9 @@ def option_arguments(options: Mapping[str, Any]) -> list[str]:
 def engine_options(model: Model, profile: Profile, memory: MemoryPlan) -> dict[str, Any]:
     """Return the options of ``vllm serve`` that follow from model, profile and memory plan."""
     portable = profile.engine_mode == "portable"
-    published = model if isinstance(model, PlainModel) else None
-    # The engine can omit the vision tower, but omits the audio tower with it.
-    drops_towers = published is None or (published.vision and not published.audio)
+    plain = model if isinstance(model, PlainModel) else None
+    # The engine cannot omit the vision tower without the audio tower.
+    can_omit_vision = plain is None or (plain.vision and not plain.audio)
     context, long_prompt = context_tokens(model, profile), profile.limits.long_prompt_tokens
     return {
         # The watchdog polls these every few seconds.
@@ -147,8 +147,8 @@ def engine_options(model: Model, profile: Profile, memory: MemoryPlan) -> dict[s
         "kv-cache-dtype": None if profile.kv_cache.dtype == "auto" else profile.kv_cache.dtype,
         "load-format": "spark_portable" if portable else profile.load_format,
         "enable-prefix-caching": profile.prefix_caching,
-        "language-model-only": True if drops_towers and not profile.vision else None,
-        "runner": "pooling" if published and published.pools else None,
+        "language-model-only": True if can_omit_vision and not profile.vision else None,
+        "runner": "pooling" if plain and plain.pools else None,
         "reasoning-parser": model.parsers.reasoning,
         "enable-auto-tool-choice": True if model.parsers.tool_call else None,
         "tool-call-parser": model.parsers.tool_call,
@@ -224,7 +224,7 @@ def _extra_options(model: Model, profile: Profile) -> dict[str, Any]:
 def _mapping_option(options: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     value = decode_mapping(options.get(name) or {})
     if not isinstance(value, Mapping):
-        what = f"invalid value {value!r}, expected a mapping, because the plan adds keys"
+        what = f"must be a mapping, not {value!r}, because spark-deploy adds keys to it"
         raise PlanError.one(f"engine option {name}", what, "write it as a mapping")
     return value
 

@@ -20,7 +20,7 @@ from spark_deploy.config.settings.engine import (
     parse_whole_number,
 )
 from spark_deploy.config.settings.types import Settings
-from spark_deploy.plan.engine_arguments import loads_unlisted_model, stretches_context
+from spark_deploy.plan.engine_arguments import extends_context, loads_unlisted_model
 from spark_deploy.plan.kv_cache import context_tokens, native_context_tokens
 from spark_deploy.plan.types import MemoryPlan
 
@@ -126,7 +126,7 @@ def release_facts(
         ),
         "questions_logged": _logs_questions(profile.environment, options),
         "docker_listens": _has_network_listener(settings.docker.daemon.get("hosts", ())),
-        "stretched_context": stretches_context(profile),
+        "stretched_context": extends_context(profile),
         "compaction_proactiveness": settings.base.compaction_proactiveness,
         "old_runner": not profile.environment.get("VLLM_USE_V2_MODEL_RUNNER", "1").strip(" 0"),
     }
@@ -204,7 +204,7 @@ def apply_rails(
             why = overridden[rail.rule]
             warnings.append(f"{rail.rule} is overridden ({why}): {reason}")
         else:
-            fix = f"{rail.fix}, or set override_rails: {{{rail.rule}: WHY}}"
+            fix = f"{rail.fix}, or set override_rails: {{{rail.rule}: REASON}}"
             where = f"model {facts['model']} with profile {facts['profile']}"
             what = f"rejected by guard rail {rail.rule}: {reason}"
             rejections.append(Problem(where, what, fix if rail.may_be_overridden else rail.fix))
@@ -254,12 +254,12 @@ def model_profile_problems(
 
 def _limit_problems(model: Model, profile: Profile) -> Iterator[Problem]:
     if isinstance(model, PlainModel):
-        knows_context = model.anatomy is not None and model.anatomy.context_tokens is not None
+        context_is_known = model.anatomy is not None and model.anatomy.context_tokens is not None
         can_draft = model.anatomy is None or model.anatomy.drafter_bytes > 0
     else:
-        knows_context, can_draft = True, model.architecture.mtp_layers > 0
+        context_is_known, can_draft = True, model.architecture.mtp_layers > 0
     native, context = native_context_tokens(model), context_tokens(model, profile)
-    if context > native and knows_context and not stretches_context(profile):
+    if context > native and context_is_known and not extends_context(profile):
         what = f"{context:,} tokens exceed the context of {model.name} ({native:,})"
         fix = f"set engine.max_context_tokens to {native} or less, or remove it"
         yield Problem("engine.max_context_tokens", what, fix)
@@ -315,7 +315,7 @@ def _parser_problems(model: Model, settings: Settings, engines: Engines) -> Iter
         listed = getattr(engine, kind)
         if parser is not None and parser not in listed:
             guess = closest(parser, listed)
-            fix = f"did you mean {guess}?" if guess else "remove it: the text stays unparsed"
+            fix = f"did you mean {guess}?" if guess else "remove it; the text then stays unparsed"
             what = f"{ENGINE_NAME} {version} has no parser {parser}"
             yield Problem(f"model {model.name}: parsers.{kind}", what, fix)
 

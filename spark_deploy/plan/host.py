@@ -91,17 +91,17 @@ def base_plan(settings: Settings) -> types.BasePlan:
 
 def _service_plan(name: str, resolved: Resolved, request: Request) -> ServicePlan:
     model = plan_model(resolved, request)
-    # The main gateway starts every on-request service, another gateway only its own.
-    on_request = {
-        other: entry.idle_stop_s
-        for other, entry in request.settings.services.items()
-        if entry.start == "on-request" and name in (MAIN_SERVICE, other)
+    # The main gateway starts every on-request service, any other gateway only its own.
+    idle_stop_s = {
+        service: entry.idle_stop_s
+        for service, entry in request.settings.services.items()
+        if entry.start == "on-request" and name in (MAIN_SERVICE, service)
     }
     return ServicePlan(
         **_field_values(model),
         memory=resolved.memory,
         release=release.plan_release(name, resolved, model, request.fabric),
-        gateway=gateway.gateway_plan(resolved.settings, request.host, name, on_request),
+        gateway=gateway.gateway_plan(resolved.settings, request.host, name, idle_stop_s),
         warnings=resolved.warnings,
     )
 

@@ -24,7 +24,7 @@ from spark_contract.job import (
     IMAGE_JOBS,
     IMAGE_PULL_JOB,
     REQUANTIZE_JOB,
-    AbsentProof,
+    AbsenceProof,
     ImageProof,
     Job,
     JobKind,
@@ -198,7 +198,7 @@ def _discard_job(tree: CheckpointPlan, base: SourcePlan) -> Work:
         title=f"remove {base.locked.repo}@{base.locked.commit[:12]}",
         argv=builder_api.builder_argv(builder_api.DISCARD, base.dir, builder_api.TREE, tree.dir),
         env=PYTHON,
-        proof=AbsentProof(base.dir),
+        proof=AbsenceProof(base.dir),
         total_bytes=tree.output_bytes,
         after=(),
     )

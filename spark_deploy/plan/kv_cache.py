@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from spark_deploy.config.catalog.anatomy import CacheLayers, CountedCache
+from spark_deploy.config.catalog.anatomy import CacheLayers, MeasuredCache
 from spark_deploy.config.catalog.architecture import Architecture
 from spark_deploy.config.catalog.model import Model, PlainModel
 from spark_deploy.config.catalog.profile import Profile
@@ -160,7 +160,7 @@ def _layers_per_group(kinds: Iterable[int]) -> int:
     return counts[-1] if counts[-1] < 1.25 * counts[0] else counts[0]
 
 
-def measured_cache(model: Model, profile: Profile) -> CountedCache | None:
+def measured_cache(model: Model, profile: Profile) -> MeasuredCache | None:
     """Return the cache size that an engine measured, if it cannot be computed and applies here."""
     if not isinstance(model, PlainModel):
         return None

@@ -30,13 +30,13 @@ START_MARGIN = 1.02
 _ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 INT4_BYTES = 0.5 + 2 / 128 + 0.5 / 128
 _INT8 = 1 + 2 / 128 + 1 / 128
-_BF16 = 2.0
+_BF16_BYTES = 2.0
 _FP8 = 1 + 2 / 128**2
 _NGRAM_BLOCK_BYTES = 4096
 NGRAM_CACHE_BYTES = 1 << 30
 """Memory in which the plugin caches rows of an n-gram table file."""
 # NVFP4: an 8-bit scale per group of 16.
-SCHEME_BYTES = {"int4": INT4_BYTES, "nvfp4": 0.5 + 1 / 16, "bf16": _BF16, "fp8": 1.0}
+SCHEME_BYTES = {"int4": INT4_BYTES, "nvfp4": 0.5 + 1 / 16, "bf16": _BF16_BYTES, "fp8": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +80,15 @@ def weight_sizes(model: Architecture) -> Weights:
         ),
         attention_bytes=round(attention * SCHEME_BYTES[model.attention_scheme]),
         attention_fp8_bytes=round(attention * _FP8),
-        hyper_bytes=round(model.layers * 2 * _mixer_parameters(model) * _BF16),
+        hyper_bytes=round(model.layers * 2 * _mixer_parameters(model) * _BF16_BYTES),
         ngram_bytes=round(table.rows * table.width * SCHEME_BYTES[table.format]) if table else 0,
-        embedding_bytes=round(matrix * _BF16),
-        head_bytes=round(matrix * _BF16),
+        embedding_bytes=round(matrix * _BF16_BYTES),
+        head_bytes=round(matrix * _BF16_BYTES),
         head_int8_bytes=round(matrix * _INT8),
-        shared_bytes=round(shared * _BF16),
+        shared_bytes=round(shared * _BF16_BYTES),
         shared_fp8_bytes=round(shared * _FP8),
         shared_int8_bytes=round(shared * _INT8),
-        routers_bytes=round(model.layers * model.experts * model.hidden * _BF16),
+        routers_bytes=round(model.layers * model.experts * model.hidden * _BF16_BYTES),
         vision_bytes=model.vision_bytes,
         mtp_bytes=round(
             model.mtp_layers * (mtp.plain + mtp.attention + model.experts * mtp.expert)
@@ -117,7 +117,8 @@ def ngram_file_bytes(model: Architecture, profile: Profile) -> int:
     table, scheme = model.ngram_table, profile.ngram_format
     if table is None or scheme == "keep":
         return 0
-    row_bytes = table.width * {"e2m1": 9, "e4m3": 16}[scheme] // 16  # e2m1: a scale per 16 values
+    bytes_per_16_values = {"e2m1": 8 + 1, "e4m3": 16}[scheme]  # e2m1: 4-bit values, 1-byte scale
+    row_bytes = table.width * bytes_per_16_values // 16
     return math.ceil(table.rows / (_NGRAM_BLOCK_BYTES // row_bytes)) * _NGRAM_BLOCK_BYTES
 
 
@@ -139,13 +140,13 @@ class MtpLayer(NamedTuple):
 
 
 def mtp_layer_bytes(model: Architecture) -> MtpLayer:
-    scheme = INT4_BYTES if model.mtp_scheme == "int4" else _BF16
+    bytes_per_parameter = INT4_BYTES if model.mtp_scheme == "int4" else _BF16_BYTES
     dense = 3 * model.hidden * model.shared_expert_width + model.experts * model.hidden
     projection = 2 * model.hidden * model.hidden + 3 * _mixer_parameters(model)
     return MtpLayer(
-        (dense + projection) * _BF16,
-        _attention_parameters(model) * scheme,
-        3 * model.hidden * model.expert_width * scheme,
+        plain=(dense + projection) * _BF16_BYTES,
+        attention=_attention_parameters(model) * bytes_per_parameter,
+        expert=3 * model.hidden * model.expert_width * bytes_per_parameter,
     )
 
 

@@ -197,7 +197,7 @@ def plan_release(
 def _request_defaults(
     serve: ServeSettings, profile: Profile, *, plugin: bool
 ) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Return arguments and environment for the defaults of served names."""
+    """Return the engine's arguments and variables for request defaults per served model name."""
     if not serve.defaults:
         return (), {}
     if not plugin:

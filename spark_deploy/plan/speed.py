@@ -125,7 +125,7 @@ def next_turn_s(
 ) -> float:
     """Return the computed time to the first token of a later turn.
 
-    Prefix caching finds all but the last block of the session, on average half a block.
+    Prefix caching covers the session except its last block, which is half full on average.
     """
     cached = max(0, session_tokens - block_tokens // 2) if profile.prefix_caching else 0
     return first_token_s(model, session_tokens + new_tokens - cached, cached)

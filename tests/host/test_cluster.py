@@ -114,7 +114,7 @@ def test_gateway_is_closed_while_the_fabric_is_down(cluster):
     assert cluster.release() == release
 
 
-def test_cluster_serves_again_after_power_cut_of_head(cluster):
+def test_cluster_recovers_after_head_loses_power(cluster):
     cluster.wait_until_open()
     release = cluster.release()
     cluster.head.power_cut()

@@ -176,7 +176,7 @@ def test_every_module_has_a_room():
 
 
 @pytest.mark.slow
-def test_rooms_import_only_rooms_below():
+def test_rooms_import_only_the_same_or_lower_rooms():
     wrong = []
     for name, result, top in imported(""):
         room, theirs = room_of(name), room_of(file_of(result) or "")

@@ -182,7 +182,7 @@ def _parser() -> argparse.ArgumentParser:
     depth.add_argument(
         "--quick",
         action="store_true",
-        help="check sizes, headers, index and hashes of modified files (default)",
+        help="check all sizes, headers and the index; hash only modified files (default)",
     )
     depth.add_argument("--full", action="store_true", help="hash every file")
     discard_help = "verify a full-layout checkpoint, then remove its base"
@@ -206,7 +206,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="include tokenizer and generation config",
     )
-    inspect = add_command(builder_api.INSPECT, "print the content of a checkpoint or repository")
+    inspect = add_command(builder_api.INSPECT, "print the contents of a checkpoint or repository")
     for command in (check, describe, inspect):
         command.add_argument("source", metavar="DIR|ORG/NAME[@REVISION]")
         command.add_argument(

@@ -194,9 +194,9 @@ def check_packable(name: str, tensor: Tensor, bits: int) -> None:
 
 
 def overlay_name(name: str) -> str:
-    """Return a new tensor's name in an overlay, where the base's tensor keeps its name.
+    """Return the name for a new tensor in an overlay; the base's tensor keeps its own name.
 
-    MTP tensors need no other name, because their files are rewritten.
+    MTP tensors get no suffix, because their files are rewritten.
     """
     if name.startswith(MTP_PREFIX):
         return name
@@ -223,7 +223,7 @@ def replacement_names(plan: BuildPlan) -> dict[str, tuple[str, ...]]:
 
 
 def base_patterns(plan: BuildPlan) -> list[str]:
-    """Return the patterns of all base names except MTP."""
+    """Return patterns for all tensor names of the base checkpoint except the MTP layer's."""
     patterns = list(plan.base_tensors)
     if plan.shared_experts == "fp8-base":
         patterns += [module + SCALE for module in swapped_modules(plan)]

@@ -116,11 +116,11 @@ def receipt_entry(
     path: str,
     stamp: storage.Stamp,
     sha256: str | None,
-    pieces: tuple[str, ...] | None = None,
-    link_of: str | None = None,
+    piece_hashes: tuple[str, ...] | None = None,
+    link_target: str | None = None,
 ) -> receipts.ReceiptFile:
     return receipts.ReceiptFile(
-        path, stamp.size_bytes, sha256, stamp.modified_ns, pieces, link_of, stamp.inode
+        path, stamp.size_bytes, sha256, stamp.modified_ns, piece_hashes, link_target, stamp.inode
     )
 
 

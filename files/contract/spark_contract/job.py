@@ -43,13 +43,13 @@ class ImageProof:
 
 
 @dataclass(frozen=True, slots=True)
-class AbsentProof:
+class AbsenceProof:
     """The tree was removed, or a release still serves it."""
 
     absent: str
 
 
-Proof = ReceiptProof | ImageProof | AbsentProof
+Proof = ReceiptProof | ImageProof | AbsenceProof
 
 
 @dataclass(frozen=True, slots=True)

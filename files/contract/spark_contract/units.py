@@ -50,7 +50,7 @@ def drop_in_dir(unit: str) -> str:
 
 
 def mount_unit(path: str) -> str:
-    """Return the mount unit of a path, with the name of ``systemd-escape --path``."""
+    """Return the name of a path's mount unit, escaped as by ``systemd-escape --path``."""
     escaped = re.sub(r"[^A-Za-z0-9_.:/]", lambda m: f"\\x{ord(m[0]):02x}", path.strip("/"))
     return f"{escaped.replace('/', '-')}.mount"
 

@@ -21,7 +21,7 @@ from spark_contract.documents import to_plain
 from spark_contract.errors import ERROR, HostToolError, Problem
 from spark_contract.job import (
     CHECKPOINT_JOB,
-    AbsentProof,
+    AbsenceProof,
     Job,
     JobMemory,
     JobRun,
@@ -56,19 +56,20 @@ def all_digests(paths: Paths) -> list[str]:
 
 
 def is_done(job: Job, paths: Paths) -> bool:
+    """Return whether the job has its result; a checkpoint to remove stays while releases use it."""
     if job.unless and has_valid_receipt(job.unless):
         return True
     proof = job.proof
     if isinstance(proof, ReceiptProof):
         return has_valid_receipt(proof)
-    if isinstance(proof, AbsentProof):
+    if isinstance(proof, AbsenceProof):
         return not Path(proof.absent).exists() or bool(_releases_using(proof, paths))
     if proof.label is not None:
         return docker.image_label(proof.image) == proof.label
     return docker.inspect_image(proof.image) is not None
 
 
-def _releases_using(proof: AbsentProof, paths: Paths) -> list[str]:
+def _releases_using(proof: AbsenceProof, paths: Paths) -> list[str]:
     path = Path(proof.absent)
     releases = (Host(paths).release(name) for name in release_names(paths))
     return [
@@ -89,7 +90,7 @@ def run(digest12: str, paths: Paths) -> int:
     job = load_job(digest12, paths)
     folder = paths.job(digest12)
     if is_done(job, paths):
-        users = _releases_using(job.proof, paths) if isinstance(job.proof, AbsentProof) else []
+        users = _releases_using(job.proof, paths) if isinstance(job.proof, AbsenceProof) else []
         reason = f"kept, because {', '.join(users)} needs it" if users else "already done"
         log(f"{job.title}: {reason}")
         last = read_document(JobRun, folder / STATUS)

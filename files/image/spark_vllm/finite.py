@@ -41,7 +41,7 @@ _FIX = (
 
 
 def install() -> None:
-    """Check every hybrid model when it is loaded; idempotent."""
+    """Patch vLLM to check every hybrid model after loading; idempotent."""
     load = BaseModelLoader.load_model
     if getattr(load, "spark_finite", False):
         return

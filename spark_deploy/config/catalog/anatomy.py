@@ -27,7 +27,7 @@ class CacheLayers:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
-class CountedCache:
+class MeasuredCache:
     """KV-cache size measured by an engine because it cannot be computed."""
 
     kv_cache: str = Field(description="Cache type that was measured.")
@@ -67,7 +67,7 @@ class Anatomy:
     cache: tuple[CacheLayers, ...] = Field(default=(), description="Cache of each kind of layer.")
     cache_unknown: str = ""
     """Why the KV cache cannot be computed; empty if it can."""
-    counted: CountedCache | SkipJsonSchema[None] = None
+    counted: MeasuredCache | SkipJsonSchema[None] = None
     """Cache size that an engine counted, if unknown; `update --counted` writes it."""
 
     @property

@@ -84,7 +84,7 @@ class Tensors:
             actual, expected = sum(map(count_names, getattr(self, key))), getattr(self.counts, key)
             if actual != expected:
                 source = self.counts.source
-                fix = f"correct the patterns or the count; its source is: {source}"
+                fix = f"correct the patterns, or the count (from {source})"
                 message = f"the patterns match {actual} names, but counts.{key} is {expected}"
                 yield Violation((key,), message, fix)
 

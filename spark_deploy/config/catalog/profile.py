@@ -86,7 +86,7 @@ class Speculation:
             message = f"is required by {self.method}: the model does not contain a drafter"
             yield Violation(("repository",), message, "set it to the drafter's repository")
         if self.method == "ngram" and self.repository is not None:
-            message = "ngram drafts without weights"
+            message = "does not apply to ngram, which needs no weights"
             yield Violation(("repository",), message, "remove it, or choose another method")
         if self.draft_vocabulary_tokens is not None and not self.uses_model_layers:
             message = "applies only to drafts of the model's own MTP layer"

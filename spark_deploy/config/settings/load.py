@@ -302,7 +302,7 @@ def _with_calibration(requantize: RequantizeSettings, root: Path) -> RequantizeS
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         return Violation(key, f"{path} cannot be read ({type(error).__name__})", fix)
-    if len(text) > _MAX_CALIBRATION_BYTES:
+    if len(text.encode()) > _MAX_CALIBRATION_BYTES:
         message = f"{path} is larger than {_MAX_CALIBRATION_BYTES} bytes"
         return Violation(key, message, "use a smaller file")
     lines = text.splitlines()

@@ -222,9 +222,9 @@ class Settings:
         return tuple(ready for ready in dict.fromkeys(self.keep_ready) if ready != served)
 
     def service_settings(self, name: str) -> "Settings":
-        """Return the settings as if this were the host's only service."""
+        """Return the settings as if service ``name`` were the only one on the host."""
         service = self.services[name]
-        names = [field.name for field in dataclasses.fields(service.engine)]
+        fields = [field.name for field in dataclasses.fields(service.engine)]
         reserve_gib = self.memory.total_gib - service.memory_gib
         return dataclasses.replace(
             self, model=service.model, profile=service.profile, keep_ready=(), services={},
@@ -232,8 +232,8 @@ class Settings:
             serve=dataclasses.replace(
                 self.serve, port=service.port, names=service.names, defaults={}
             ),
-            engine=EngineSettings(**{name: getattr(service.engine, name) for name in names}),
-            # The service gets exactly its memory.
+            engine=EngineSettings(**{field: getattr(service.engine, field) for field in fields}),
+            # Reserve all memory except the service's.
             allow_containers={}, memory=dataclasses.replace(self.memory, reserve_gib=reserve_gib),
         )  # fmt: skip
 
@@ -341,7 +341,7 @@ def _service_violations(settings: Settings) -> Iterator[Violation]:
                 yield Violation((*where, "paths"), message, "list the path under one service only")
         owner = owner_of_port.setdefault(service.port, f"services.{name}.port")
         if owner != f"services.{name}.port":
-            message = f"{service.port} is the port of {owner}"
+            message = f"port {service.port} is already set in {owner}"
             yield Violation((*where, "port"), message, "set a different port for each service")
         for violation in service.violations(settings.memory.total_gib):
             yield violation._replace(key=(*where, *violation.key))

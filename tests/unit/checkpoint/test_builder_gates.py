@@ -66,7 +66,7 @@ CAUSES = {
 }
 
 
-def test_every_likely_cause_is_tested():
+def test_every_likely_cause_of_different_tensor_names_has_a_case():
     assert {*tensor_sets._CAUSES, "mtp"} == CAUSES.keys()
 
 

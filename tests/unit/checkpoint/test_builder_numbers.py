@@ -56,7 +56,7 @@ def test_converts_bf16_both_ways(values):
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (128, 128), (129, 255), (7, 300), (256, 384)])
-def test_reduces_smaller_blocks_at_the_edges(shape):
+def test_block_reduction_handles_partial_blocks_at_the_edges(shape):
     values = np.arange(np.prod(shape), dtype=np.float32).reshape(shape) % 97
     sums, maxima = (
         reduce_blocks(function, values, (128, 128)) for function in (np.add, np.maximum)

@@ -113,7 +113,7 @@ def test_drops_pages_from_page_cache_while_reading(disk):
     assert is_dropped(big)
 
 
-def test_drops_only_span_that_was_read_from_page_cache(disk):
+def test_reading_drops_only_its_span_from_the_page_cache(disk):
     big = write_big(disk / "big.bin")
     assert sum(map(len, read_buffers(big, 8 << 20, 16 << 20))) == 16 << 20
     assert BIG_BYTES - (17 << 20) < resident_bytes(big) < BIG_BYTES - (15 << 20)

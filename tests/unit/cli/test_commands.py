@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from spark_deploy.cli import COMMANDS, bench, init, live, main
-from spark_deploy.cli.console import host_names, name_completer
+from spark_deploy.cli.console import complete_host_names, name_completer
 from spark_deploy.config.checkout import CHECKOUT
 
 PLANNING = {"up", "plan", "status", "doctor", "bench", "prune", "update"}
@@ -143,13 +143,13 @@ def test_bash_completes_commands_options_and_arguments(line, expected):
 
 def test_shell_completion_offers_hosts_and_custom_models(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert host_names(None, None, "") == []
+    assert complete_host_names(None, None, "") == []
     for text, expected in (
         ("hosts: {spark-1: , spark-2: {user: me}, other: }", ["spark-1", "spark-2"]),
         ("hosts:", []), ("- spark-1", []), ("hosts: {", []), ("hosts: 7", []), ("\xff", []),
     ):  # fmt: skip
         (tmp_path / "hosts.yml").write_text(text, "latin-1")
-        assert host_names(None, None, "spark") == expected
+        assert complete_host_names(None, None, "spark") == expected
     (tmp_path / "catalog/models").mkdir(parents=True)
     (tmp_path / "catalog/models/mine-4b.yml").write_text("")
     assert name_completer("models")(None, None, "mine") == ["mine-4b"]

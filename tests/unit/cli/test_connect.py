@@ -140,7 +140,7 @@ def wait_for(is_done):
     raise AssertionError("not in time")
 
 
-def test_connect_prints_urls_even_if_the_settings_cannot_be_served(site):
+def test_connect_prints_urls_even_if_the_settings_cannot_be_deployed(site):
     (site / "group_vars/spark.yml").write_text("model: qwen3.5-397b\n")
     assert main(["plan", "--estimate"]) == 1
     assert main(["connect", "spark-1", "--for", "env"]) == 0

@@ -211,7 +211,7 @@ def test_failed_init_leaves_no_files(words, text, capsys):
     assert hosts(init_folder("--host", "a")) == {"a": None}
 
 
-def test_commands_find_the_folder_from_a_subfolder_and_by_path(tmp_path, monkeypatch):
+def test_commands_find_the_inventory_from_a_subfolder_or_by_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["init", ".", "--host", "spark-1=192.0.2.1", "--user", "me"]) == 0
     below = tmp_path / "notes/deep"

@@ -32,7 +32,7 @@ def test_lists_catalog_models_except_lab_models(tmp_path, monkeypatch, capsys):
     )  # fmt: skip
 
 
-def test_fix_for_too_few_hosts_lets_them_serve_the_model(tmp_path, monkeypatch, capsys):
+def test_suggested_fix_makes_the_model_fit_on_the_available_hosts(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     fix = listed(capsys)["qwen3.5-397b"]["fixes"]["2"]
     fraction, drafts = re.findall(

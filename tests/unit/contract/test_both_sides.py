@@ -49,7 +49,7 @@ def assert_host_reads(plan, root):
     assert parse(KeepList, to_json(keep_list(plan))) == keep_list(plan)
 
 
-def test_host_reads_every_planned_document(tmp_path):
+def test_host_tools_can_read_every_file_of_a_plan(tmp_path):
     for model, profile, plan in shipped():
         if isinstance(plan, HostPlan):
             assert_host_reads(plan, tmp_path / f"{model}-{profile}")

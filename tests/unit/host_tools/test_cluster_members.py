@@ -31,7 +31,7 @@ def test_member_address_determines_the_rank(tmp_path, address, rank):
 
 def test_host_without_member_address_is_rejected(tmp_path):
     paths = write_tables(tmp_path, "192.168.100.99")
-    with pytest.raises(HostToolError, match=f"spark-2 {WORKER}.* found 0"):
+    with pytest.raises(HostToolError, match=f"has 0 of .*spark-2 {WORKER}"):
         cluster.rank(cluster_release(), paths)
 
 
@@ -209,7 +209,7 @@ def test_reset_waits_for_members_again(tmp_path, stop):
 def test_silent_member_stops_the_engine(tmp_path, stop, monkeypatch):
     monkeypatch.setattr(watchdog, "_SILENCE_LIMIT_S", 0.3)
     connects = True
-    monkeypatch.setattr(cluster, "can_connect", lambda *_, **__: connects)
+    monkeypatch.setattr(cluster, "responds", lambda *_, **__: connects)
     pair = Pair(tmp_path)
     watch = ClusterWatch(pair.release, pair.joined())
     watch.begin(stop)
@@ -227,13 +227,13 @@ def test_losing_the_fabric_address_stops_the_engine(tmp_path, stop):
     time.sleep(0.2)
     write_tables(tmp_path, "192.168.1.9")
     wait_until(lambda: watch.lost, "the missing address is noticed")
-    assert "on this host, found 0" in str(watch.lost)
+    assert "this host has 0 of the members" in str(watch.lost)
 
 
 def test_member_that_refuses_a_connection_is_not_silent(tmp_path):
     pair = Pair(tmp_path)
     watch = ClusterWatch(pair.release, pair.joined())
-    assert watch._find_silent() is None
+    assert watch._find_unresponsive() is None
     assert watch._reached == {"spark-2"}
 
 

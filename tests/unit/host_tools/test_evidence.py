@@ -85,7 +85,7 @@ def test_evidence_without_a_release(read_evidence):
     assert (result.engines, result.gpu_container) == ((), ())
 
 
-def test_evidence_of_a_running_engine(host, read_evidence):
+def test_evidence_includes_rollout_of_a_running_engine_without_log(host, read_evidence):
     release = host.release()
     host.started(release)
     host.here.disk.write(
@@ -112,6 +112,6 @@ def test_firmware_excludes_serial_numbers(host):
     }  # fmt: skip
 
 
-def test_older_tools_without_evidence_are_reported():
+def test_tools_too_old_for_the_evidence_command_give_no_evidence():
     assert Fact().process(["spark-host status [--live]: everything"]) is None
     assert Fact().process([]) is None

@@ -374,7 +374,7 @@ def boot_again(units, here):
             units.start(release.serve_unit, 0)
 
 
-def test_main_gateway_enables_and_disables_the_process(start, systemctl_calls):
+def test_main_gateway_settings_enable_and_disable_the_on_request_unit(start, systemctl_calls):
     with start() as host:
         unit, link = "spark-on-request.service", host.here.paths.boot_links
         gateway.reload("main", host.here.paths)

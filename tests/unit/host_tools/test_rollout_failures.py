@@ -135,7 +135,7 @@ def test_rechecked_engine_is_not_rolled_back(sim, fault):
     assert_serves(sim, B)
 
 
-def test_unwritten_record_does_not_end_a_successful_rollout(sim):
+def test_rollout_succeeds_even_if_its_record_cannot_be_written(sim):
     deploy(sim, B)
     sim.stop(SERVE.unit(B))
     deploy(sim, B, full_check=["full"])

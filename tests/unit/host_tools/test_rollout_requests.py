@@ -108,7 +108,7 @@ def test_killed_rollout_is_interrupted(sim):
     assert poll(sim, begun).state == "interrupted"
 
 
-def test_running_rollout_needs_unit_and_open_record(sim):
+def test_rollout_runs_only_with_active_unit_and_without_finished_record(sim):
     def running():
         host = sim.host()
         unit = host.units.state(SWITCH.unit(A), "ActiveState", "Job")

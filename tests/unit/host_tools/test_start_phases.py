@@ -41,7 +41,7 @@ def test_start_phases_advance_with_the_log_and_never_return(host):
     assert durations == {"image": 2, "weights": 3, "compile": 5, "graphs": 3, "ready": 7}
 
 
-def test_unknown_and_later_log_lines_are_ignored(host):
+def test_ignores_unknown_log_lines_and_lines_after_startup(host):
     phases = StartPhases(host.release())
     phases.update(["\x00\xff", "", "torch.compile and weights", "it's ready"], 3)
     assert phases.current == "image"

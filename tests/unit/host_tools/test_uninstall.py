@@ -78,8 +78,8 @@ def apt(monkeypatch):
 
 
 def reasons_to_stay(before, containers=(), **changes):
-    obstacles = UnmanagedContainers(containers, (), frozenset()).obstacles(footprint())
-    things = baseline.package_items(footprint(**changes), before, obstacles)
+    keep_reasons = UnmanagedContainers(containers, (), frozenset()).keep_reasons(footprint())
+    things = baseline.package_items(footprint(**changes), before, keep_reasons)
     return {thing.name: thing.kept_because for thing in things}
 
 
@@ -115,7 +115,7 @@ def test_running_nginx_stays(apt, monkeypatch):
 @pytest.mark.usefixtures("apt")
 def test_docker_stays_for_other_containers():
     same = UnmanagedContainers(("db",), (), frozenset())
-    assert same.obstacles(footprint(gpu_packages=("docker.io",)))["docker.io"].endswith(": db")
+    assert same.keep_reasons(footprint(gpu_packages=("docker.io",)))["docker.io"].endswith(": db")
     packages = reasons_to_stay(earlier_host(), containers=("db",), engine=True)
     assert packages["docker.io"] == "used by unmanaged containers: db"
     assert "runc" not in packages

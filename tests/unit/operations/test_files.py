@@ -188,7 +188,7 @@ def test_never_unpacks_bytes_that_differ_from_what_was_sent(tmp_path, received):
     (home / "before").touch()
     result = unpack(home, content[:received], hashlib.sha256(content).hexdigest())
     assert result.returncode != 0
-    assert "do not match the hash" in result.stderr
+    assert "checksum mismatch" in result.stderr
     assert os.listdir(home) == ["before"]
     assert os.listdir(home.parent) == ["site"]
 

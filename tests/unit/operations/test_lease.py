@@ -87,7 +87,7 @@ def test_lease_is_taken_before_the_first_command_and_returned_at_the_end(path):
 @pytest.mark.parametrize("body", [change, never_reached])
 @pytest.mark.parametrize("token", [OTHER, f"{MACHINE}-{os.getppid()}"], ids=["remote", "local"])
 def test_host_leased_by_another_run_is_rejected(path, token, body):
-    assert take(path, token, "ben@laptop") == "taken"
+    assert take(path, token, "ben@laptop") == "acquired"
     [refusal] = run(local_host(), body)
     assert "ben@laptop started a change at 20" in refusal
     assert path.read_text().startswith(token)
@@ -121,18 +121,18 @@ def test_no_lease_is_taken_in_a_dry_run_or_for_an_unchanged_host(path):
 def test_lease_expires_some_time_after_the_last_renewal(path):
     take(path, OTHER, "ben@laptop")
     _, expires_at, started_at, _ = path.read_text().split()
-    assert take(path, OTHER, "ben@laptop") == "taken"
+    assert take(path, OTHER, "ben@laptop") == "acquired"
     assert path.read_text().split()[2] == started_at
     uptime_s = int(Path("/proc/uptime").read_text().split(".")[0])
     assert 0 < int(expires_at) - uptime_s <= operations.TTL_S
     path.write_text(f"{OTHER} {uptime_s - 1} {started_at} ben@laptop\n")
-    assert take(path, "another-1", "ann@desk") == "taken"
+    assert take(path, "another-1", "ann@desk") == "acquired"
 
 
 @pytest.mark.parametrize("content", ["", "\n", "x", "x y z\n", "\0\0", "a 99999999999 s $(id)\n"])
 def test_damaged_lease_expires_without_running_code(path, content):
     path.write_text(content)
-    assert re.fullmatch(r"taken|held a \d+ s \$\(id\)", take(path, OTHER, "ben@laptop"))
+    assert re.fullmatch(r"acquired|held a \d+ s \$\(id\)", take(path, OTHER, "ben@laptop"))
 
 
 def test_waiting_run_locks_the_new_file_after_the_lock_file_was_removed(path):
@@ -148,7 +148,7 @@ def test_waiting_run_locks_the_new_file_after_the_lock_file_was_removed(path):
             fcntl.flock(removed, fcntl.LOCK_UN)
             with pytest.raises(subprocess.TimeoutExpired):
                 waiting.wait(1)
-    assert waiting.communicate(timeout=10)[0] == "taken\n"
+    assert waiting.communicate(timeout=10)[0] == "acquired\n"
 
 
 def test_other_users_of_the_host_cannot_lock_the_lease(path):

@@ -239,12 +239,12 @@ DAY: Any = SimpleNamespace(name="main-cccccccccccc", service="main", cluster=Non
 
 def test_deploy_keeps_the_scheduled_release_if_it_is_proven():
     host = serving()
-    assert host.facts["Status"].release_due(DAY, [NIGHT]) is NIGHT
+    assert host.facts["Status"].expected_release(DAY, [NIGHT]) is NIGHT
     assert roll_out(host, DAY, NIGHT) == []
     assert host.noops == [f"keeping {RELEASE}, which is scheduled now"]
     assert roll_out(serving(), DAY) == [f"run_rollout({DAY.name}, 60)"]
     broken = {"ok": False, "release": RELEASE, "detail": "timed out"}
-    assert host_status({**PROVEN, "live": broken}).release_due(DAY, [NIGHT]) is DAY
+    assert host_status({**PROVEN, "live": broken}).expected_release(DAY, [NIGHT]) is DAY
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 from spark_contract.builder_api import expand_all
 from spark_contract.documents import to_plain
-from spark_contract.job import AbsentProof, ReceiptProof
+from spark_contract.job import AbsenceProof, ReceiptProof
 
 from spark_deploy.config.errors import PlanError, SettingsError
 from spark_deploy.hosts.capacity import disk_demands
@@ -101,7 +101,7 @@ def test_discarded_base_is_fetched_only_without_checkpoint_and_removed_last():
     assert json.loads(job)["unless"] == to_plain(proof)
     assert build.job.proof == proof
     base = plan.checkpoint.base.dir
-    assert removal.job.proof == AbsentProof(base)
+    assert removal.job.proof == AbsenceProof(base)
     assert removal.job.argv[-4:] == ("discard", base, "--tree", plan.checkpoint.dir)
 
 

@@ -73,7 +73,7 @@ def test_both_interfaces_on_a_cable_connect_to_the_peer():
     }
 
 
-def test_all_members_get_one_release():
+def test_all_members_get_the_same_release():
     first, second = (plan_on(host, FABRIC).release for host in PAIR)
     assert first == second
     assert first.cluster.head.host == "spark-1"

@@ -533,7 +533,7 @@ def test_rejects_third_party_code_unless_its_rule_is_overridden(rule, settings):
         texts = problem_texts(override_rails={rule: WHY})
         assert any("cannot be overridden" in text for text in texts)
         return
-    assert f"override_rails: {{{rule}: WHY}}" in problem.fix
+    assert f"override_rails: {{{rule}: REASON}}" in problem.fix
     warnings = resolve(settings_of(**settings, override_rails={rule: WHY}), CATALOG).warnings
     assert any(f"{rule} is overridden ({WHY})" in text for text in warnings)
 

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from spark_deploy.cli.plan_text import plan_text
-from spark_deploy.config.catalog.anatomy import Anatomy, CacheLayers, CountedCache
+from spark_deploy.config.catalog.anatomy import Anatomy, CacheLayers, MeasuredCache
 from spark_deploy.config.catalog.model import Parsers, PlainModel
 from spark_deploy.config.documents import GIB
 from spark_deploy.config.errors import PlanError
@@ -159,7 +159,7 @@ def test_check_uses_default_questions():
     assert not check.tool_call
 
 
-COUNTED = CountedCache(
+COUNTED = MeasuredCache(
     kv_cache="auto", context_tokens=131072, token_bytes=10_000, by="spark-1, main-abc, engine 1"
 )
 

@@ -117,8 +117,8 @@ def test_ports_and_files_of_all_services_are_checked_and_kept():
     ("services", "where", "what"),
     [
         ({"main": SMALL}, "services.main", "reserved for the main service"),
-        ({"a": {**SMALL, "port": 8000}}, "services.a.port", "is the port of serve.port"),
-        ({"a": SMALL, "b": SMALL}, "services.b.port", "is the port of services.a.port"),
+        ({"a": {**SMALL, "port": 8000}}, "services.a.port", "is already set in serve.port"),
+        ({"a": SMALL, "b": SMALL}, "services.b.port", "is already set in services.a.port"),
         ({"a": {**SMALL, "memory_gib": 1}}, "services.a.memory_gib", "is less than 1 %"),
         ({"a": {**SMALL, "model": "smal"}}, "services.a.model", "did you mean small?"),
         ({"a": {**SMALL, "engine": {"options": {"port": 1}}}}, "services.a.engine.options", ""),

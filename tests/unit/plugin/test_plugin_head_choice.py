@@ -15,10 +15,10 @@ def test_head_batches_include_drafts_of_every_sequence():
 
 def test_fastest_kernel_over_all_batches_is_chosen(tmp_path):
     path = tmp_path / "cache" / "times.json"
-    assert choice.write_choice(path, HERE, TIMES) == "own"
+    assert choice.save_fastest(path, HERE, TIMES) == "own"
     assert choice.read_choice(path, HERE) == "own"
     slow = {**TIMES, "own": {3: 100.0, 6: 400.0}}
-    assert choice.write_choice(path, HERE, slow) == "marlin"
+    assert choice.save_fastest(path, HERE, slow) == "marlin"
     assert choice.read_choice(path, HERE) == "marlin"
     assert [entry.name for entry in path.parent.iterdir()] == ["times.json"]
 
@@ -51,7 +51,7 @@ def test_marlin_wins_ties():
 )
 def test_measurement_from_a_different_machine_or_shape_is_ignored(tmp_path, change):
     path = tmp_path / "times.json"
-    choice.write_choice(path, HERE, TIMES)
+    choice.save_fastest(path, HERE, TIMES)
     assert choice.read_choice(path, dataclasses.replace(HERE, **change)) is None
 
 

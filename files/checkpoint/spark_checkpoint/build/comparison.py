@@ -94,9 +94,8 @@ def check_outliers(deviations: Mapping[str, Deviation]) -> None:
         return
     module, count = max(damaged.items(), key=lambda item: item[1])
     problem = (
-        f"{count} donor elements differ from the base by more than rounding, but "
-        f"{len(deviations) - len(damaged)} of {len(deviations)} modules have no such element, so "
-        "the file is damaged"
+        f"{count} donor elements differ from the base by more than rounding errors; only "
+        f"{len(damaged)} of {len(deviations)} modules contain such elements, so the file is damaged"
     )
     raise ValidationError(module, problem, "download the donor again")
 

@@ -167,7 +167,7 @@ class Writer:
                 source, target = base.directory / name, self.result_dir / name
                 _link_file(source, target)
                 stamp, sha256 = read_stamp(target), self.hashes[name].sha256
-                files.append(receipt_entry(name, stamp, sha256, link_of=str(source)))
+                files.append(receipt_entry(name, stamp, sha256, link_target=str(source)))
         in_overlay: list[NewTensor] = []
         for old, tensors in added.items():
             if old in drafter:

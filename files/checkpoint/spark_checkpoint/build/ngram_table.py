@@ -193,7 +193,7 @@ def find_tables(base: Checkpoint, number_format: str) -> list[NgramTable]:
         if missing:
             fix = "download the base again"
             raise ValidationError(
-                prefix, f"lacks shard_{min(missing)} of {max(shards) + 1} shards", fix
+                prefix, f"shard_{min(missing)} of {max(shards) + 1} is missing", fix
             )
         ordered = tuple(shards[number] for number in sorted(shards))
         tables.append(NgramTable(base, prefix, layer, ordered, number_format))

@@ -151,34 +151,34 @@ class _Download:
             note(f"look_in: {error}; not used")
         return False
 
-    def _link_or_copy(self, file: fetching.FetchFile, source: int, path: Path) -> bool:
+    def _link_or_copy(self, file: fetching.FetchFile, source_fd: int, path: Path) -> bool:
         target = self._target_path(file)
-        stamp, pinned = storage.read_stamp(source), Path(f"/proc/self/fd/{source}")
-        content = self._new_hash(file)
-        content.update_from(pinned, self.progress.skip, file.size_bytes)
-        if content.mismatch() is not None or storage.read_stamp(source) != stamp:
+        stamp, source_path = storage.read_stamp(source_fd), Path(f"/proc/self/fd/{source_fd}")
+        hasher = self._new_hash(file)
+        hasher.update_from(source_path, self.progress.skip, file.size_bytes)
+        if hasher.mismatch() is not None or storage.read_stamp(source_fd) != stamp:
             self.progress.skip(-file.size_bytes)
             return False
         target.unlink(missing_ok=True)
         try:
-            if not os.fstat(source).st_mode & stat.S_IROTH:
+            if not os.fstat(source_fd).st_mode & stat.S_IROTH:
                 raise PermissionError(errno.EPERM, "not readable by everyone", str(path))
-            if why_writable_by_others(source) is not None:
+            if why_writable_by_others(source_fd) is not None:
                 raise PermissionError(errno.EPERM, "others could change it later", str(path))
             # With src_dir_fd Python follows the link in /proc.
-            os.link(pinned, target, src_dir_fd=source, follow_symlinks=True)
+            os.link(source_path, target, src_dir_fd=source_fd, follow_symlinks=True)
         except OSError:
             # A copy does not need the same filesystem, hard links or the right permissions.
             storage.check_free_space(self.result_dir, file.size_bytes, f"copying {path}")
-            content = self._new_hash(file)
+            hasher = self._new_hash(file)
             with storage.write_durably(self._part_path(file), os.O_TRUNC) as write:
-                for buffer in storage.read_buffers(pinned, 0, file.size_bytes):
-                    content.update(buffer)
+                for buffer in storage.read_buffers(source_path, 0, file.size_bytes):
+                    hasher.update(buffer)
                     write(buffer)
-            if content.mismatch() is not None:
+            if hasher.mismatch() is not None:
                 return False
             self._part_path(file).rename(target)
-        self.hashes[file.path] = content.hashes()
+        self.hashes[file.path] = hasher.hashes()
         return True
 
     def _download_all(self, missing: list[fetching.FetchFile]) -> None:

@@ -88,19 +88,19 @@ class Comparison:
 def divergence(a: dict[str, float], b: dict[str, float]) -> float:
     """Return a lower bound of KL(a || b) in nats, from top log-probabilities by token.
 
-    A token that ``b`` lacks is at most as likely as the last listed token, and as all unlisted
-    tokens together. Tokens that both lack count as a single token.
+    A token that ``b`` lacks is at most as likely as b's least likely listed token, and at most as
+    likely as all of b's unlisted tokens together. Tokens that both lack count as a single token.
     """
-    shares = {token: math.exp(value) for token, value in b.items()}
-    remainder = max(1.0 - sum(shares.values()), _FLOOR)
-    unlisted = max(min([remainder, *shares.values()]), _FLOOR)
-    total, rest, other_rest = 0.0, 1.0, 1.0
+    probs_b = {token: math.exp(value) for token, value in b.items()}
+    unlisted_mass_b = max(1.0 - sum(probs_b.values()), _FLOOR)
+    max_unlisted_prob_b = max(min([unlisted_mass_b, *probs_b.values()]), _FLOOR)
+    total, remaining_a, remaining_b = 0.0, 1.0, 1.0
     for token, value in a.items():
-        share = math.exp(value)
-        total += share * (value - math.log(max(shares.get(token, unlisted), _FLOOR)))
-        rest, other_rest = rest - share, other_rest - shares.get(token, 0.0)
-    if rest > _FLOOR:
-        total += rest * math.log(rest / max(other_rest, _FLOOR))
+        prob_a = math.exp(value)
+        total += prob_a * (value - math.log(max(probs_b.get(token, max_unlisted_prob_b), _FLOOR)))
+        remaining_a, remaining_b = remaining_a - prob_a, remaining_b - probs_b.get(token, 0.0)
+    if remaining_a > _FLOOR:
+        total += remaining_a * math.log(remaining_a / max(remaining_b, _FLOOR))
     return max(total, 0.0)
 
 

@@ -26,7 +26,7 @@ class CheckError(Exception):
 @dataclass(frozen=True, slots=True)
 class Streamed:
     text: str
-    wait_s: float  # until the first text
+    first_token_s: float
     tokens: int
     prompt_tokens: int
 
@@ -98,7 +98,7 @@ class Probe:
     def stream(self, messages: list[Message], max_tokens: int) -> Streamed:
         """Return a streamed answer; the caller adds its tokens to ``tokens_seen``."""
         body = self.body(messages, max_tokens, stream=True, stream_options={"include_usage": True})
-        start, wait_s = time.monotonic(), 0.0
+        start, first_token_s = time.monotonic(), 0.0
         text, finished, usage = "", None, None
         try:
             for event in self.engine.stream_chat(body, self.remaining_s, self.path):
@@ -106,16 +106,16 @@ class Probe:
                 for choice in event.get("choices") or ():
                     text += choice.get("delta", {}).get("content") or choice.get("text") or ""
                     finished = choice.get("finish_reason") or finished
-                if text and not wait_s:
-                    wait_s = time.monotonic() - start
+                if text and not first_token_s:
+                    first_token_s = time.monotonic() - start
         except EngineError as error:
             raise CheckError(f"the stream broke off after {quote(text)}: {error}") from error
         if finished is None:
-            raise CheckError(f"the streamed answer has no finish_reason, after {quote(text)}")
+            raise CheckError(f"the stream ended without a finish_reason after {quote(text)}")
         if not usage:
             raise CheckError("the streamed answer has no usage block")
         counted = (int(usage.get(key, 0)) for key in ("completion_tokens", "prompt_tokens"))
-        return Streamed(text, wait_s, *counted)
+        return Streamed(text, first_token_s, *counted)
 
     def metrics(self) -> Metrics:
         try:

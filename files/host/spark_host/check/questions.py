@@ -125,7 +125,7 @@ def check_parallel_streams(probe: Probe) -> str:
             except CheckError as error:
                 raise CheckError(f"with {_STREAMS} concurrent streams: {error}") from error
             probe.tokens_seen += answer.tokens
-    return f"{_STREAMS} concurrent streams were answered correctly"
+    return f"{_STREAMS} concurrent streaming requests were answered correctly"
 
 
 def check_stream(probe: Probe) -> str:
@@ -245,7 +245,7 @@ def check_prefix_reuse(probe: Probe) -> str:
             # Turn 1 does not use the cache, so the model itself gave a wrong answer.
             raise CheckError(text, "warn" if turn == 1 else None)
         messages.append({"role": "assistant", "content": answer.text})
-        waits.append(answer.wait_s)
+        waits.append(answer.first_token_s)
         if turn > 1:
             hits.append(_wait_for_hits(probe, hits_before, turn))
     return (

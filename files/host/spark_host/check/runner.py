@@ -272,7 +272,7 @@ def wait_for_head(membership: Membership, report: Report) -> Finding:
         if problem := membership.problem():
             return False, problem
         members = release.cluster
-        if members is None or cluster.can_connect(members.head, members, if_refused=False):
+        if members is None or cluster.responds(members.head, members, refusal_counts=False):
             return True, "the head has proven the release"
         return (
             (False, f"the head did not prove the release within {limit_s:.0f} s")

@@ -110,25 +110,25 @@ def _read_output(*argv: str) -> str:
 
 
 def package_items(
-    footprint: Footprint, before: Baseline | None, obstacles: Mapping[str, str]
+    footprint: Footprint, before: Baseline | None, keep_reasons: Mapping[str, str]
 ) -> list[ManagedItem]:
-    """Return the packages that we installed; ``obstacles`` gives reasons to keep packages.
+    """Return the packages that we installed; ``keep_reasons`` maps packages to keep to the reasons.
 
-    Without a baseline all packages stay.
+    Without a baseline, keep all packages.
     """
     present = set(installed_packages())
-    engine = (*footprint.engine_packages, *footprint.gpu_packages)
-    names = [name for name in (*footprint.packages, *engine) if name in present]
+    engine_and_gpu = (*footprint.engine_packages, *footprint.gpu_packages)
+    names = [name for name in (*footprint.packages, *engine_and_gpu) if name in present]
     if before is None:
         reason = "unknown whether it was installed before"
         return [ManagedItem("package", name, 0, reason) for name in names]
     added = [name for name in names if name not in before.packages]
     items = []
     for name in added:
-        stays = _usage_reason(name, added, before)
-        if name in engine:
-            stays = stays or obstacles.get(name) or ("" if footprint.engine else _KEEP_ENGINE)
-        items.append(ManagedItem("package", name, _size_bytes(name), stays))
+        reason = _usage_reason(name, added, before)
+        if name in engine_and_gpu:
+            reason = reason or keep_reasons.get(name) or ("" if footprint.engine else _KEEP_ENGINE)
+        items.append(ManagedItem("package", name, _size_bytes(name), reason))
     removed = [item.name for item in items if not item.kept_because]
     unneeded = sorted((_simulate_purge(removed, auto=True) - set(before.packages)) - set(removed))
     purged = {*removed, *unneeded}
@@ -230,15 +230,15 @@ def changed_shared_files(
 def restore_shared_file(
     path: str, footprint: Footprint, before: Baseline | None, paths: Paths
 ) -> None:
-    was, target = _original_text(path, footprint, before, paths), paths.below(path)
+    restored, target = _original_text(path, footprint, before, paths), paths.below(path)
     if path == footprint.daemon_json:
-        remaining = _without_our_keys(_read(target) or "", was, footprint)
-        if remaining != _parse(was or ""):
-            was = json.dumps(remaining, indent=4) + "\n"
-    if was is None:
+        remaining = _without_our_keys(_read(target) or "", restored, footprint)
+        if remaining != _parse(restored or ""):
+            restored = json.dumps(remaining, indent=4) + "\n"
+    if restored is None:
         files.remove(target)
     else:
-        files.write_text(target, was)
+        files.write_text(target, restored)
     if path == footprint.daemon_json and docker.is_up():
         systemd.systemctl("reload", "docker")
 

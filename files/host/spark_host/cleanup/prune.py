@@ -137,13 +137,13 @@ def _split_images(
 
 
 def _is_stale(
-    job: Job, needed: set[Path], removed: set[Path], images: list[Image], paths: Paths
+    job: Job, needed: set[Path], removed: set[Path], removed_images: list[Image], paths: Paths
 ) -> bool:
-    """Return whether a job's result is removed now, or is neither present nor needed."""
+    """Return whether this prune removes a job's result, or it is already gone and not needed."""
     folder = resources.result_folder(job, paths)
     if folder is not None:
         return folder in removed or (folder not in needed and not folder.exists())
-    return resources.job_image(job) in {image.reference for image in images}
+    return resources.job_image(job) in {image.reference for image in removed_images}
 
 
 def remove(plan: Pruning, paths: Paths) -> Pruning:

@@ -68,7 +68,7 @@ class UnmanagedContainers:
     with_gpu: tuple[str, ...]
     images: frozenset[str]
 
-    def obstacles(self, footprint: Footprint) -> dict[str, str]:
+    def keep_reasons(self, footprint: Footprint) -> dict[str, str]:
         users = (
             (footprint.engine_packages, self.containers),
             (footprint.gpu_packages, self.with_gpu),
@@ -100,11 +100,11 @@ def read_manifest(footprint: Footprint, paths: Paths) -> UninstallManifest:
     before = baseline.read_baseline(paths)
     deployed = paths.state.exists() or paths.tools.exists() or paths.releases.exists()
     unmanaged = _unmanaged_containers()
-    things = [*_running_items(paths), *_data_items(footprint, paths)]
+    things = [*_running_and_enabled_items(paths), *_data_items(footprint, paths)]
     things += _image_items(before, unmanaged, paths)
     packages: list[ManagedItem] = []
     if deployed:
-        packages = baseline.package_items(footprint, before, unmanaged.obstacles(footprint))
+        packages = baseline.package_items(footprint, before, unmanaged.keep_reasons(footprint))
     keep_docker = _keep_docker(packages, footprint, unmanaged.with_gpu)
     things += [*_units_and_configuration(paths), *_file_items(footprint, keep_docker, paths)]
     if deployed:
@@ -162,7 +162,7 @@ def _image_items(
             yield ManagedItem("image", image.reference, sizes[image.reference], stays)
 
 
-def _running_items(paths: Paths) -> Iterator[ManagedItem]:
+def _running_and_enabled_items(paths: Paths) -> Iterator[ManagedItem]:
     patterns = (
         units.DAILY_TIMER,
         units.ON_REQUEST_UNIT,
@@ -179,7 +179,7 @@ def _running_items(paths: Paths) -> Iterator[ManagedItem]:
         yield ManagedItem("container", name)
     for link in sorted(paths.units.glob("*.wants/*")):
         if _UNIT.match(link.name):
-            yield ManagedItem("boot link", str(link))
+            yield ManagedItem("unit symlink", str(link))
 
 
 def _data_items(footprint: Footprint, paths: Paths) -> Iterator[ManagedItem]:
@@ -332,7 +332,7 @@ def _remove_round(things: list[ManagedItem], footprint: Footprint, paths: Paths)
             continue
         for name in names:
             remove_one.get(kind, _delete)(name)
-        if kind in ("unit", "boot link", "file"):
+        if kind in ("unit", "unit symlink", "file"):
             systemd.reload()
     return []
 

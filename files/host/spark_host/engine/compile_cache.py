@@ -89,7 +89,7 @@ def size_problem(release: Release, host: Host) -> str:
     size, count = folders.measure(folder, LIMIT_BYTES, LIMIT_FILES)
     if size <= LIMIT_BYTES and count <= LIMIT_FILES:
         return ""
-    limits = f"{LIMIT_BYTES >> 30} GiB, {LIMIT_FILES} files or the longest path"
+    limits = f"{LIMIT_BYTES >> 30} GiB, {LIMIT_FILES} files or the maximum path length"
     return f"{folder} exceeds the limits of a compile cache ({limits})"
 
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from spark_contract import files, release
 from spark_contract.errors import HostToolError
@@ -290,7 +290,7 @@ def _render_limits(settings: Gateway) -> str:
 
 
 def _render_listen(listener: Listener) -> str:
-    # Without `reuseport` a reload from all addresses to a single address fails.
+    # Without `reuseport`, a reload that replaces all addresses with a single one fails.
     directive = ["listen", str(listener), "reuseport"]
     directive += ["ipv6only=on"] if ":" in listener.address else []
     return " ".join(directive + (["ssl"] if listener.tls else [])) + ";"
@@ -353,8 +353,8 @@ def _resolve(name: str) -> tuple[str, str] | None:
     return f"[{address[0]}]" if family == socket.AF_INET6 else str(address[0]), port
 
 
-def share(paths: Paths) -> int:
-    """Become an nginx that serves checkpoint files to clients with the key."""
+def share(paths: Paths) -> NoReturn:
+    """Replace this process with nginx, which serves checkpoint files to clients with the key."""
     settings = files.load(Share, paths.below(SHARE_SETTINGS), "no files are shared")
     try:
         folder = Path(os.environ["RUNTIME_DIRECTORY"])

@@ -227,15 +227,15 @@ def all_rollout_locks(paths: Paths) -> Iterator[None]:
 def rollback(args: list[str], host: Host) -> int:
     if not args or args[0].startswith("-"):
         usage = "run `spark-host rollback SERVICE [--to RELEASE] [--dry]`"
-        raise HostToolError("rollback", "no service", usage, 2)
+        raise HostToolError("rollback", "no service given", usage, 2)
     dry = "--dry" in args
-    rest = [arg for arg in args if arg != "--dry"]
-    name = rest[rest.index("--to") + 1] if "--to" in rest[:-1] else None
-    plan = plan_rollback(rest[0], name, host)
+    service, *options = (arg for arg in args if arg != "--dry")
+    release = options[options.index("--to") + 1] if "--to" in options[:-1] else None
+    plan = plan_rollback(service, release, host)
     if dry or plan.done or plan.problem or plan.to is None:
         print_json(plan)
         return 1 if plan.problem and not dry else 0
-    boot.record_rollback(rest[0], plan.to.name, host)
+    boot.record_rollback(service, plan.to.name, host)
     print_json(replace(begin(plan.to.name, host), from_release=plan.from_release, to=plan.to))
     return 0
 

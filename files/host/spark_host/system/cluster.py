@@ -32,7 +32,7 @@ def rank(release: Release, paths: Paths) -> int:
     ranks = [number for number, member in enumerate(members) if member.address in addresses]
     if len(ranks) != 1:
         named = ", ".join(f"{member.host} {member.address}" for member in members)
-        message = f"expected one member address ({named}) on this host, found {len(ranks)}"
+        message = f"this host has {len(ranks)} of the members' addresses ({named}), expected one"
         fix = "restore the addresses on the fabric, or deploy all members again"
         raise HostToolError(f"cluster of {release.name}", message, fix)
     return ranks[0]
@@ -74,11 +74,11 @@ def _connected_addresses(port: int, paths: Paths) -> set[str]:
     return addresses
 
 
-def can_connect(member: Member, cluster: Cluster, *, if_refused: bool) -> bool:
+def responds(member: Member, cluster: Cluster, *, refusal_counts: bool) -> bool:
     try:
         socket.create_connection((member.address, cluster.serving_port), _CONNECT_TIMEOUT_S).close()
     except ConnectionRefusedError:
-        return if_refused
+        return refusal_counts
     except OSError:
         return False
     return True

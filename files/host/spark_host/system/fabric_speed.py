@@ -68,7 +68,8 @@ def listen(request: SpeedRequest) -> None:
                 else:
                     stream.close()
     if len(streams) < _STREAMS:
-        message = f"{len(streams)} of {_STREAMS} connections within {_CONNECT_TIMEOUT_S:.0f} s"
+        count = f"only {len(streams)} of {_STREAMS} connections"
+        message = f"{count} were established within {_CONNECT_TIMEOUT_S:.0f} s"
         raise HostToolError(where, message, "see the sender's error")
     # Accept the streams only now, so that all start at the same time.
     deadline = time.monotonic() + request.max_s + _CONNECT_TIMEOUT_S

@@ -113,7 +113,7 @@ class ClusterWatch:
         while not stop.is_set():
             try:
                 self._update_listener()
-                self.lost = self.lost or self._find_departed() or self._find_silent()
+                self.lost = self.lost or self._find_departed() or self._find_unresponsive()
             except HostToolError as error:  # without a cable, this host has no fabric address
                 self.lost = str(error)
             stop.wait(min(self._release.watch.interval_s, _SILENCE_LIMIT_S / _SILENT_SAMPLES))
@@ -123,7 +123,7 @@ class ClusterWatch:
         self._complete = self._complete or not missing
         return f"{missing} left the cluster" if missing and self._complete else None
 
-    def _find_silent(self) -> str | None:
+    def _find_unresponsive(self) -> str | None:
         local, config = cluster.local_member(self._release, self._paths), self._release.cluster
         if config is None:
             return None
@@ -131,7 +131,7 @@ class ClusterWatch:
             now = time.monotonic()
             if member == local:
                 continue
-            if cluster.can_connect(member, config, if_refused=True):
+            if cluster.responds(member, config, refusal_counts=True):
                 self._reached.add(member.host)
                 self._silent.pop(member.host, None)
             elif member.host in self._reached:

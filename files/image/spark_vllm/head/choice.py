@@ -66,7 +66,8 @@ def read_choice(path: Path, setup: HeadSetup) -> str | None:
     return choice if stored == asdict(setup) else None
 
 
-def write_choice(path: Path, setup: HeadSetup, times: Times) -> str:
+def save_fastest(path: Path, setup: HeadSetup, times: Times) -> str:
+    """Save the times and the fastest kernel; return the kernel."""
     choice = select_fastest(times)
     content = {
         "about": "Microseconds of the LM head, medians of CUDA-graph replays on this machine.",

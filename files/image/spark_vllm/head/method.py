@@ -28,7 +28,7 @@ from spark_vllm.head.choice import (
     frequent_token_ids,
     list_head_batches,
     read_choice,
-    write_choice,
+    save_fastest,
 )
 from spark_vllm.head.compute import Head, make_marlin_head, make_own_head, measure_kernels
 from spark_vllm.head.drafting import DraftHead
@@ -44,7 +44,7 @@ CHOICES = ("int8-triton",)
 @dataclass(frozen=True)
 class HeadOptions:
     kernel: str | None  # "own", "marlin" or "bf16"; None means the fastest
-    times: Path | None  # file with measured times; None means Marlin
+    times_path: Path | None  # file with measured times; None means Marlin
     batches: tuple[int, ...]
     draft_vocabulary: int | None
     tokenizer: Path
@@ -70,7 +70,7 @@ def read_head_options() -> HeadOptions | None:
     speculation = config.speculative_config
     return HeadOptions(
         kernel=kernel,
-        times=Path(times) if times else None,
+        times_path=Path(times) if times else None,
         batches=list_head_batches(
             config.scheduler_config.max_num_seqs,
             speculation.num_speculative_tokens if speculation else 0,
@@ -161,7 +161,7 @@ class Int8Head(QuantizeMethodBase):
     def _choose_kernel(
         self, weight: torch.Tensor, values: torch.Tensor, scales: torch.Tensor
     ) -> str:
-        path = self.options.times
+        path = self.options.times_path
         if path is None:
             return FALLBACK
         setup = HeadSetup(
@@ -175,7 +175,7 @@ class Int8Head(QuantizeMethodBase):
         choice = read_choice(path, setup)
         if choice is None:
             times = measure_kernels(weight, values, scales, setup.batches)
-            choice = write_choice(path, setup, times)
+            choice = save_fastest(path, setup, times)
             logger.info(
                 "spark int8-triton head: us at batches %s: %s",
                 list(setup.batches),
