@@ -43,7 +43,7 @@ SECTIONS = {
         "bench": "Benchmark servers through their gateways; compare results.",
     },
     "Models and files": {
-        "models": "List models (with every WORD), hosts they need and computed speed.",
+        "models": "List models that match every WORD, with hosts and computed speed.",
         "update": "Lock new commits and image digests.",
         "settings": "Print all settings, or those whose names contain KEY.",
         "add": "Add a model from a repository, shared file or recipe.",
@@ -66,7 +66,7 @@ _OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EIO)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; return 0 for success, 1 for a problem, 2 for wrong usage."""
+    """Run a command; return 0 for success, 1 for a problem, 2 for a usage error."""
     _open_streams()
     try:
         code = _parse_and_run(list(sys.argv[1:] if arguments is None else arguments))

@@ -85,7 +85,7 @@ def _numbers_option(name: str, minimum: int, text: str) -> Callable[..., Any]:
 @click.option(
     "--ladder",
     is_flag=True,
-    help="Deploy and measure each published stage, then restore your settings.",
+    help="Deploy and measure each published profile, then restore your settings.",
 )
 @click.option("-y", "--yes", is_flag=True, help="Skip the confirmation of --ladder.")
 @click.option("--book-url", metavar="URL", help="URL of the text for llama-benchy's prompts.")

@@ -132,7 +132,9 @@ def rotate_key(options: Options) -> int:
 @click.command
 @click.option("--models", is_flag=True, help="Also remove models.")
 @click.option("--engine", is_flag=True, help="Also remove Docker and CUDA that a deploy installed.")
-@click.option("--access", is_flag=True, help="Last, also remove SSH key, sudo rule and account.")
+@click.option(
+    "--access", is_flag=True, help="Finally, also remove the SSH key, sudo rule and account."
+)
 @shared_options(changes=True)
 def uninstall(options: Options, models: bool, engine: bool, access: bool) -> int:
     data = {"uninstall.models": models, "uninstall.engine": engine}

@@ -34,7 +34,7 @@ BAD_RELEASES = {
     "out of memory at load": _with_fault("oom-at-start", "start", by_deploy=True),
     "garbage answers": _with_fault("garbage", "start", by_deploy=True),
     "low acceptance": _with_fault("low-acceptance", "check", by_deploy=True),
-    "wedge after start": _with_fault("wedge", "start", by_deploy=True),
+    "hang after start": _with_fault("wedge", "start", by_deploy=True),
     "wrong served name": _with_fault("wrong-name", "start", by_deploy=True),
     "plugin missing": _with_fault("plugin-missing", "start", by_deploy=True),
     "crash at start": _with_fault("crash-at-start", "start"),
@@ -60,8 +60,8 @@ BAD_RELEASES = {
     "memory in use by others": BadRelease("memory", {"memory__wait_s": 2}),
     "more memory than the host has": BadRelease("prove", {"memory__needed_bytes": 1 << 50}),
     "image missing": BadRelease("prove", {"image__tag": "spark-vllm:none"}),
-    "image of another digest": BadRelease("prove", {"image__digest_label": "e" * 64}),
-    "checkpoint half built": BadRelease(
+    "image with a different digest": BadRelease("prove", {"image__digest_label": "e" * 64}),
+    "incomplete checkpoint": BadRelease(
         "prove", {"tree": {"path": "/srv/spark/models/half", "digest": "d" * 64}}
     ),
 }

@@ -42,8 +42,9 @@ def command_rows() -> Iterator[str]:
 
 def _arguments(command: click.Command) -> str:
     arguments = [part for part in command.params if isinstance(part, click.Argument)]
-    names = [part.metavar or part.human_readable_name for part in arguments if part.name != "words"]
-    return "".join(f" {name}" for name in names).replace("|", "\\|")
+    names = (part.metavar or part.human_readable_name for part in arguments)
+    without_hosts = (name.removesuffix("[HOST]...").strip() for name in names)
+    return "".join(f" {name}" for name in without_hosts if name).replace("|", "\\|")
 
 
 def _options(command: click.Command, changes_hosts: bool) -> Iterator[str]:

@@ -17,8 +17,9 @@ RESULTS = CHECKOUT / "proofs/results"
 SWEEP_GROUPS = {
     "for good": "permanent failure",
     "once": "transient failure",
-    "first deploy, run after run": "first deploy, interrupted in every run",
-    "profile switch, run after run": "profile switch, interrupted in every run",
+    "first deploy, run after run": "first deploy, each run interrupted one point later",
+    "profile switch, run after run": "profile switch, each run interrupted one point later",
+    "models on request": "on-demand models",
     "work of the host": "jobs and rollouts on the host",
     "records": "state files",
     "before": "missing before the deploy",

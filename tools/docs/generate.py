@@ -116,8 +116,11 @@ def _gb(size_bytes: float) -> str:
 def _fixes(model: HybridModel, count: int) -> Iterator[str]:
     profile_name = next(iter(_fitting(model)), DEFAULT.profile)
     fix = required_change(model.name, profile_name, catalog(), count)
+    fix, _, warning = fix.partition("; users report ")
     first, *others = re.split("(?:;|,) or ", fix)
-    yield f"- no profile fits on {count} hosts" + (", so you can" if others else f"; {first}")
+    risk = f" (users report {warning})" if warning else ""
+    settings = f" with the default settings; do one of the following{risk}:"
+    yield f"- {count} hosts cannot serve it together" + (settings if others else f"; {first}")
     yield from (f"  - {choice}" for choice in ([first, *others] if others else ()))
 
 
@@ -139,8 +142,8 @@ def profile_sections() -> Iterator[str]:
         drafts = shown.speculation.tokens if shown.speculation else 0
         parts = (shown.shared_experts, shown.head, shown.kv_cache.dtype, drafts)
         yield row(f"`{shown.name}`", shown.choose_when, *parts, "yes" if shown.plugin else "no")
-    stages = (f"`{shown.name}`" for shown in profiles if not _is_chosen_by_users(shown))
-    yield f"\n`bench --ladder` also compares stages between `base` and `v2`: {', '.join(stages)}."
+    others = (f"`{shown.name}`" for shown in profiles if not _is_chosen_by_users(shown))
+    yield f"\n`bench --ladder` also measures profiles between `base` and `v2`: {', '.join(others)}."
     for model in _for_sparks():
         fitting = [catalog().profile(name, model.name) for name in _fitting(model)]
         fitting = [profile for profile in fitting if _is_for_use(profile)]

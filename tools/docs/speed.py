@@ -62,20 +62,20 @@ NUMBERS = (
 
 
 def compared_rows(catalog: Catalog) -> Iterator[str]:
-    yield "| profile | model | requests | published | software | computed | error |"
+    yield "| profile | model | requests | published | software | computed | error, % |"
     yield "|---|---|---|---|---|---|---|"
     missed = []
     for name, model, figure, published in _published(catalog):
         shape, profile = _shape(catalog, model), catalog.profile(name, model)
         computed = compute_speed(shape, profile, requests=figure.requests).tokens_per_s
         error = computed / published - 1
-        error_text = f"{error:+.1%}" + (" (fitted)" if figure.fitted else "")
+        error_text = f"{100 * error:+.1f}" + (" (fitted)" if figure.fitted else "")
         source = figure.source.replace("not measured by this project", "").strip(" ,;")
         figures = (f"{published:g}", source, f"{computed:.1f}", error_text)
         yield row(name, model, figure.requests, *figures)
         missed += [f"{name} with {model}"] if abs(error) > TOLERANCE else []
     estimates = f"Estimates for {', '.join(missed)} are" if missed else "No estimate is"
-    yield from ("", f"{estimates} off by more than {TOLERANCE:.0%}.")
+    yield from ("", f"{estimates} off by more than {100 * TOLERANCE:.0f} %.")
 
 
 def measured_rows(catalog: Catalog) -> Iterator[str]:

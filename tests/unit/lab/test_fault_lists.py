@@ -8,7 +8,7 @@ PAGE = (CHECKOUT / "proofs/faults.md").read_text("utf-8")
 SECTION = PAGE.partition("## Injected faults")[2].partition("\n## ")[0]
 # Full deploys must survive each of these.
 REQUIRED = {
-    "bad flag", "out of memory at load", "garbage answers", "low acceptance", "wedge after start",
+    "bad flag", "out of memory at load", "garbage answers", "low acceptance", "hang after start",
     "wrong served name", "plugin missing",
 }  # fmt: skip
 
