@@ -99,7 +99,7 @@ class Tensors:
             unmatched = sorted(described ^ expand_all(self.swap))
             if unmatched:
                 count_text = f"{len(unmatched)} modules are only here or only in tensors.swap"
-                message = f"{count_text}, such as {unmatched[0]}"
+                message = f"{count_text}, for example {unmatched[0]}"
                 yield Violation(where, message, "list the swapped modules, and no others")
         for shape in self.donor_shapes:
             edges = zip(shape.weight, self.block_shape, strict=True)

@@ -74,7 +74,7 @@ def run(host, body=change, executing=True):
     return commands
 
 
-def test_lease_is_taken_before_the_first_command_and_returned_at_the_end(path):
+def test_lease_is_acquired_before_the_first_command_and_returned_at_the_end(path):
     host = local_host()
     assert run(host) == ["first", "second"]
     token, _, since, who = path.read_text().split()
@@ -109,7 +109,7 @@ def test_lease_of_a_killed_run_on_the_same_controller_is_taken_over(path):
     assert path.read_text().startswith(this_run())
 
 
-def test_no_lease_is_taken_in_a_dry_run_or_for_an_unchanged_host(path):
+def test_no_lease_is_acquired_in_a_dry_run_or_for_an_unchanged_host(path):
     take(path, OTHER, "ben@laptop")
     assert run(local_host(), executing=False) == ["first", "second"]
     path.unlink()

@@ -122,9 +122,9 @@ class _Download:
             if file.sha256 is not None:
                 self.hashes[file.path] = FileHashes(file.sha256, ())
             else:
-                content = self._new_hash(file)
-                content.update_from(path)
-                self.hashes[file.path] = content.hashes()
+                hasher = self._new_hash(file)
+                hasher.update_from(path)
+                self.hashes[file.path] = hasher.hashes()
             self.progress.skip(file.size_bytes)
         return missing
 
@@ -239,37 +239,37 @@ class _Download:
             return self._continue_part(file, client, url, part)
 
         try:
-            content = self._continue_part(file, client, url, part)
-            if content.mismatch() and is_resumed:
+            hasher = self._continue_part(file, client, url, part)
+            if hasher.mismatch() and is_resumed:
                 # After a power cut a partial file can lack blocks that never reached the disk.
-                content = restart(f"{file.path}: the partial file is damaged")
+                hasher = restart(f"{file.path}: the partial file is damaged")
         except RangeUnsupportedError:
-            content = restart(f"{url} does not support ranges")
-        if (mismatch := content.mismatch()) is not None:
+            hasher = restart(f"{url} does not support ranges")
+        if (mismatch := hasher.mismatch()) is not None:
             self._discard(part)
             raise ValidationError(url, mismatch, "lock the repository again, or use another source")
         part.rename(self._target_path(file))
-        self.hashes[file.path] = content.hashes()
+        self.hashes[file.path] = hasher.hashes()
 
     def _continue_part(
         self, file: fetching.FetchFile, client: HttpClient, url: str, part: Path
     ) -> ContentHash:
-        content = self._new_hash(file)
+        hasher = self._new_hash(file)
         present = _size_or_zero(part)
         if present > file.size_bytes:
             os.truncate(part, 0)
             present = 0
         if present:
-            content.update_from(part, self.progress.skip)
+            hasher.update_from(part, self.progress.skip)
         with storage.write_durably(part, 0, present) as write:
             chunks = client.stream(url, present, file.size_bytes, file.size_bytes)
             for number, chunk in enumerate(chunks):
                 if number == 0:
                     client.check_announcement(url, file)
-                content.update(chunk)
+                hasher.update(chunk)
                 write(chunk)
                 self.progress.add(len(chunk))
-        return content
+        return hasher
 
     def _discard(self, part: Path) -> None:
         self.progress.add(-_size_or_zero(part))

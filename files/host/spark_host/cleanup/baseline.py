@@ -207,20 +207,20 @@ def package_leftovers(before: Baseline | None, paths: Paths) -> Iterator[Managed
 def changed_shared_files(
     footprint: Footprint, before: Baseline | None, keep_docker: str, paths: Paths
 ) -> list[ManagedItem]:
-    """Return shared files that we changed; ``keep_docker`` says why Docker's settings stay."""
+    """Return shared files that we changed; ``keep_docker`` gives the reason to keep Docker's."""
     items = []
     for path in footprint.shared_files:
-        now = _read(paths.below(path))
-        was = _original_text(path, footprint, before, paths)
-        if now is None or now == was:
+        current = _read(paths.below(path))
+        original = _original_text(path, footprint, before, paths)
+        if current is None or current == original:
             continue
-        has_original = before is not None or was is not None
-        stays = "" if has_original else "the earlier content is unknown; remove our part manually"
+        has_original = before is not None or original is not None
+        reason = "" if has_original else "the earlier content is unknown; remove our part manually"
         if path == footprint.daemon_json:
-            if _without_our_keys(now, was, footprint) == _parse(now):
+            if _without_our_keys(current, original, footprint) == _parse(current):
                 continue
-            stays = stays or keep_docker
-        items.append(ManagedItem("settings", path, 0, stays))
+            reason = reason or keep_docker
+        items.append(ManagedItem("settings", path, 0, reason))
     copy = paths.below(backup_path(footprint.daemon_json))
     if copy.exists() and not any(item.kept_because for item in items):
         items.append(ManagedItem("file", str(copy)))
@@ -251,11 +251,11 @@ def _original_text(
     return _read(paths.below(backup_path(path))) if path == footprint.daemon_json else None
 
 
-def _without_our_keys(now: str, was: str | None, footprint: Footprint) -> dict[str, Any]:
+def _without_our_keys(current: str, original: str | None, footprint: Footprint) -> dict[str, Any]:
     """Return daemon.json with our keys restored and all other changes kept."""
-    current, earlier = _parse(now), _parse(was or "")
-    remaining = {key: value for key, value in current.items() if key not in footprint.daemon_keys}
-    return remaining | {key: earlier[key] for key in footprint.daemon_keys if key in earlier}
+    settings, originals = _parse(current), _parse(original or "")
+    remaining = {key: value for key, value in settings.items() if key not in footprint.daemon_keys}
+    return remaining | {key: originals[key] for key in footprint.daemon_keys if key in originals}
 
 
 def _parse(text: str) -> dict[str, Any]:

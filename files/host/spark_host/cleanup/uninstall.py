@@ -158,8 +158,8 @@ def _image_items(
     for image in sorted(images, key=lambda image: -len(image.layers)):
         identity = str((docker.inspect_image(image.reference) or {}).get("Id"))
         if before is None or identity not in before.images:
-            stays = "used by an unmanaged container" if identity in unmanaged.images else ""
-            yield ManagedItem("image", image.reference, sizes[image.reference], stays)
+            reason = "used by an unmanaged container" if identity in unmanaged.images else ""
+            yield ManagedItem("image", image.reference, sizes[image.reference], reason)
 
 
 def _running_and_enabled_items(paths: Paths) -> Iterator[ManagedItem]:
@@ -194,8 +194,8 @@ def _data_items(footprint: Footprint, paths: Paths) -> Iterator[ManagedItem]:
     managed, others = resources.managed_folders([*sorted(parents), ("cache", caches)], jobs, paths)
     sizes = resources.freed_bytes(item.path for item in managed)
     for item in managed:
-        stays = _KEEP_MODELS if item.kind != "cache" and not footprint.models else ""
-        yield ManagedItem(item.kind, str(item.path), sizes[item.path], stays)
+        reason = _KEEP_MODELS if item.kind != "cache" and not footprint.models else ""
+        yield ManagedItem(item.kind, str(item.path), sizes[item.path], reason)
     for path in others:
         yield ManagedItem("other", str(path), 0, _UNMANAGED)
 
