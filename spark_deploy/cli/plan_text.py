@@ -31,7 +31,7 @@ from spark_deploy.plan.types import CheckpointPlan, GatewayPlan, HostPlan, Servi
 
 RATES_MB_PER_S = (25, 100)
 UNMEASURED = Calibration()
-# Tokens in a long coding session, and in one turn.
+# Tokens in a long coding session, and in a turn.
 _SESSION_TOKENS, _TURN_TOKENS = 130_000, 1000
 _MAX_ARGUMENT_CHARACTERS = 1000
 _CHECKS = {

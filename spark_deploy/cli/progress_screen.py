@@ -276,7 +276,7 @@ class _PipedScreen:
 
 
 class _LiveScreen(_PipedScreen):
-    """Updates one line per host in place."""
+    """Updates a line per host in place."""
 
     def __init__(self, watcher: Watcher, console: Console):
         super().__init__(watcher, console)
@@ -289,7 +289,7 @@ class _LiveScreen(_PipedScreen):
 
 
 def rows(transcript: Transcript, duration_s: float, width: int) -> Group:
-    """Return one line per host with name, task and progress, and a line with the duration."""
+    """Return a line per host with name, task and progress, and a line with the duration."""
     lines = []
     name_width = max(map(len, transcript.hosts), default=0)
     for host in transcript.hosts.values():

@@ -1,4 +1,4 @@
-"""The short output of ``spark-deploy status``: one line per service."""
+"""The short output of ``spark-deploy status``: a line per service."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
@@ -8,7 +8,7 @@ from spark_deploy.plan.memory import gib
 
 
 def short_lines(hosts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield one line per service, and one line per problem."""
+    """Yield a line per service and a line per problem."""
     rows = [row for host in hosts for row in _short_rows(host)]
     service_rows = [cells for cells, _ in rows if len(cells) > 2]
     widths = [max(map(len, column)) for column in zip(*service_rows, strict=True)]

@@ -67,7 +67,7 @@ def _run_tool(options: Options, command: str, arguments: list[str], service: str
 
     def run(host: Host, target: Target) -> tuple[bool, str]:
         names = services[target.name]
-        # If one service fails, continue with the next.
+        # If a service fails, continue with the next.
         verb, *flags = arguments
         commands = "; ".join(
             f"{tool.command_line(verb, name, *flags)} 2>&1 || failed=1" for name in names

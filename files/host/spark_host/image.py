@@ -37,7 +37,7 @@ from spark_host.system.programs import log
 
 _START_TIMEOUT_S = 10.0  # of the local registry
 _EXISTS, _UNPACKING, _DOWNLOADED = "Already exists", "Extracting", "Download complete"
-# A layer with one of these statuses no longer needs the registry.
+# A layer with such a status no longer needs the registry.
 _LOCAL = frozenset({"Verifying Checksum", _DOWNLOADED, _UNPACKING, "Pull complete", _EXISTS})
 _UNPACK_LIMIT_S = 3600.0  # docker is silent meanwhile
 _REPORT_INTERVAL_S = 2.0

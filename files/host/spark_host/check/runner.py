@@ -153,7 +153,7 @@ def write_proof(result: Proof, host: Host, report: Report) -> None:
 
 
 def read_log(release: Release, invocation_id: str) -> list[str]:
-    """Return the journal of one engine run; without systemd, the file ``SPARK_ENGINE_LOG``."""
+    """Return the journal of an engine run; without systemd, the file ``SPARK_ENGINE_LOG``."""
     path = os.environ.get("SPARK_ENGINE_LOG")
     if path is not None:
         return Path(path).read_text(errors="replace").splitlines()
@@ -264,7 +264,7 @@ def wait_until_joined(membership: Membership, report: Report) -> Finding:
 
 
 def wait_for_head(membership: Membership, report: Report) -> Finding:
-    """Wait until the head has proven the release, because then its watchdog accepts connections."""
+    """Wait until the head has proven the release, because then the watchdog accepts connections."""
     release = membership.release
     limit_s = release.timeouts.start_s + 2 * release.check.timeout_s
 

@@ -117,7 +117,7 @@ def _needed_folders(
         names = (name, *(after for after in jobs[name].after if after in jobs))
         needed |= {path for n in names if (path := resources.result_folder(jobs[n], paths))}
     for tree in list(needed):
-        # A checkpoint is repaired from its base.
+        # A checkpoint is repaired from the base.
         receipt = receipts.find_receipt(tree)
         if isinstance(receipt, receipts.CheckpointReceipt):
             needed.add(paths.below(receipt.plan.base_dir))

@@ -41,7 +41,7 @@ def prepare(release: Release, host: Host, report: Report) -> None:
         return
     folder, state_file = host.paths.below(release.cache), host.paths.compile_cache(release.name)
     run, state = os.environ.get("INVOCATION_ID", ""), _read_state(release, host)
-    # An unproven release continues with the cache of its earlier start, unless it was rejected.
+    # An unproven release continues with the cache of the earlier start, unless it was rejected.
     if state and usable and not _is_rejected(release, state, host):
         _write(state_file, replace(state, invocation_id=run), host, report)
         return

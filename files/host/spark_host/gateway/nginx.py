@@ -290,7 +290,7 @@ def _render_limits(settings: Gateway) -> str:
 
 
 def _render_listen(listener: Listener) -> str:
-    # Without `reuseport`, a reload that replaces all addresses with a single one fails.
+    # Without `reuseport`, a reload that replaces all addresses with a single address fails.
     directive = ["listen", str(listener), "reuseport"]
     directive += ["ipv6only=on"] if ":" in listener.address else []
     return " ".join(directive + (["ssl"] if listener.tls else [])) + ";"

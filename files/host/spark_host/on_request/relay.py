@@ -167,8 +167,7 @@ class Relay:
             body = self._reserve(int(_header(head, b"content-length") or 0), service)
             await _read_body(body, reader)
             streams = _wants_stream(body)
-            # The gateway sends no second request on this connection, so a read ends when the client
-            # disconnects.
+            # The gateway sends no second request on this connection, so a read returns at its end.
             disconnected = asyncio.ensure_future(reader.read(1))
             if streams:
                 writer.write(_STREAM_HEAD)

@@ -80,7 +80,7 @@ class Switch:
                     if not isinstance(error, BlockingIOError):
                         self._restore(release, stopped, error)
                     raise
-        except BlockingIOError:  # a rollout of one of the services is running
+        except BlockingIOError:  # a rollout is running
             return False
         self.took_s[service] = time.monotonic() - began
         return True

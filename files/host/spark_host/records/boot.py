@@ -53,7 +53,7 @@ def withdraw_known_good(release: Release, host: Host) -> None:
     if record.release == release.name:
         before, *previous = record.previous or (None,)
         others = set(enabled_releases(release.service, host)) - {release.name}
-        # If several releases are enabled, one of them must be known-good.
+        # If several releases are enabled, only a known-good release may start.
         if others and before not in others:
             return
         record = replace(record, release=before, previous=tuple(previous))

@@ -106,7 +106,7 @@ def _passes_check(release: Release, host: Host, record: Record) -> bool:
 def roll_back(release: Release, old: Release | None, host: Host, record: Record) -> None:
     record.report(f"failed in {record.data.failed_phase}: {record.data.reason}")
     with record.phase("rollback"):
-        # Before its start, a candidate has only logs of earlier runs.
+        # Before the start, a candidate has only logs of earlier runs.
         if not record.data.log_tail and record.data.failed_phase not in _BEFORE_START:
             record.set(log_tail=steps.read_log_tail(release, host))
         host.traffic.close(release.service, host.paths)

@@ -76,7 +76,7 @@ def _start_trial(plan: fabric.FabricPlan, paths: Paths) -> None:
     except HostToolError:
         files.remove(trial)
         raise
-    # In its own unit, because the caller may lose the connection.
+    # In a separate unit, because the caller may lose the connection.
     apply = [*_TRANSIENT, "--no-block", f"--unit={fabric.APPLY_UNIT}", "netplan", "apply"]
     _run_checked(apply, "systemd rejects the change")
 

@@ -16,7 +16,7 @@ Report = Callable[[str], None]  # receives a progress line
 
 
 class ProgramTimeoutError(Exception):
-    """The program did not exit in time, so its result is unknown."""
+    """The program did not exit in time, so the result is unknown."""
 
 
 def run_program(

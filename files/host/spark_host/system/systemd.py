@@ -121,7 +121,7 @@ def is_stopping() -> bool:
 
 
 def journal(invocation_id: str, unit: str, lines: int | None = None) -> list[str]:
-    """Return the log of one run, or of all runs, oldest line first."""
+    """Return the log of a run, or of all runs, oldest line first."""
     argv = ["journalctl", "--no-pager", "-q", "-o", "cat", "-u", unit]
     if invocation_id:
         argv.append(f"_SYSTEMD_INVOCATION_ID={invocation_id}")
