@@ -169,7 +169,7 @@ def plan_lines(
             donor = f" and {format_size(donor_bytes)} of FP8 tensors" if donor_bytes else ""
             yield row(
                 "",
-                "removed once the release with the built checkpoint passed its check; a rebuild "
+                "removed after the release with the built checkpoint passes its check; a rebuild "
                 f"downloads {format_size(plan.checkpoint.base.size_bytes)}{donor} again",
             )
     if base := plan.requantized:

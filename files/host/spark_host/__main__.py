@@ -126,7 +126,7 @@ VERBS: dict[str, tuple[str, Callable[[Args, Paths], tuple[Any, ...]], str]] = {
         "records.boot:start_service", _parse_name_and_host,
         "SERVICE: start the last proven release again",
     ),
-    "gateway": ("gateway.gateway:run", _parse_name, "SERVICE: run the nginx"),
+    "gateway": ("gateway.gateway:run", _parse_name, "SERVICE: run the gateway (nginx)"),
     tool.GATEWAY_RELOAD: (
         "gateway.gateway:reload", _parse_name, "SERVICE: apply a new key or settings"
     ),
@@ -135,7 +135,7 @@ VERBS: dict[str, tuple[str, Callable[[Args, Paths], tuple[Any, ...]], str]] = {
     "on-request": ("on_request.relay:run", _no_args, ": start services that requests wait for"),
     "watch": ("watch.watchdog:run", _parse_name, "RELEASE: watch the engine"),
     "daily": ("__main__:daily", _all_args, ": inspect the host"),
-    tool.JOB: ("jobs:main", _all_args, "run D12 | poll [D12...]: run a job, or print job states"),
+    tool.JOB: ("jobs:main", _all_args, "run D12 | poll [D12...] | end D12: run, show or end jobs"),
     tool.IMAGE: (
         "image:main", _all_args,
         "[--layers LAYERS.json] REFERENCE [COMMAND...]: pull an image, then run a command",
@@ -163,7 +163,7 @@ _FIXES = {
 def main(argv: Args) -> int:
     if not argv or argv[0] not in VERBS:
         for verb, (*_, text) in VERBS.items():
-            print(f"spark-host {verb} {text}", file=sys.stderr)
+            print(f"spark-host {verb} {text}".replace(" : ", ": "), file=sys.stderr)
         return 0 if argv[:1] == ["help"] else 2
     function, parse, _ = VERBS[argv[0]]
     try:

@@ -98,7 +98,7 @@ def test_keeps_a_serving_or_stopped_release(machine):
     machine.units.clear()
     stopped = {"schema_version": 1, "release": B, "at": "then"}
     write_json(machine.paths.stopped("main"), stopped)
-    assert machine.plan(0).kept == {B: "stopped manually"}
+    assert machine.plan(0).kept == {B: "stopped on purpose"}
 
 
 @pytest.mark.usefixtures("checkpoints")

@@ -80,7 +80,7 @@ def _kept_releases(keep: KeepList, paths: Paths) -> dict[str, str]:
         reasons = [(name, "rollback target") for name in previous[: keep.releases_kept]]
         reasons += [(name, "starts at boot") for name in boot.enabled_releases(service, host)]
         reasons += [(record.release, "last known-good release")] if record.release else []
-        reasons += [(stopped.release, "stopped manually")] if stopped and stopped.release else []
+        reasons += [(stopped.release, "stopped on purpose")] if stopped and stopped.release else []
         kept.update({name: reason for name, reason in reasons if name in all_names})
     for name in all_names:
         serving, rollout = (states.get(t.unit(name), {}).get("ActiveState") for t in templates)

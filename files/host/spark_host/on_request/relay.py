@@ -212,7 +212,7 @@ class Relay:
                 if disconnected.done():
                     raise ConnectionResetError("the client disconnected")
                 if boot.is_stopped(service.name, self.switch.host):
-                    raise UnavailableError("the model was stopped manually", 60)
+                    raise UnavailableError("the model was stopped on purpose", 60)
                 if now < service.blocked_until:
                     raise UnavailableError("the model did not start", service.blocked_until - now)
                 if now - began > limit_s:

@@ -117,7 +117,7 @@ def reason_not_to_start(release: Release, host: Host) -> str | None:
     """Return why this release must not start now, or ``None``."""
     if is_stopped(release.service, host):
         command = f"spark-host start-service {release.service}"
-        return f"service {release.service} was stopped manually; run `{command}`"
+        return f"service {release.service} was stopped on purpose; run `{command}`"
     if waits_for_request(release.service, host):
         return f"service {release.service} waits for a request"
     good = _other_known_good(release, host)

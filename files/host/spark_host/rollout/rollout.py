@@ -77,7 +77,7 @@ def _find_obstacle(release: Release, host: Host, record: Record) -> HostToolErro
         if boot.is_stopped(release.service, host):
             return HostToolError(
                 release.service,
-                "was stopped manually",
+                "was stopped on purpose",
                 f"run `spark-host start-service {release.service}`, then deploy again",
             )
         if record.unwritten is not None:
