@@ -17,7 +17,25 @@ import yaml
 
 from tests.labkit import CHECKOUT, Site, info
 
-JOBS_PAGE = CHECKOUT / "docs/reference/commands.md"
+COMMANDS_OF_TASK = {
+    "first server": (
+        "spark-deploy init ~/sparks --host spark-1=192.168.1.21 --user nvidia", "spark-deploy up",
+    ),
+    "connect through an SSH tunnel": (
+        "spark-deploy connect spark-1 --tunnel", 'eval "$(spark-deploy connect spark-1 --for env)"',
+    ),
+    "switch model or profile": ("spark-deploy up",),
+    "roll back": ("spark-deploy rollback",),
+    "switch by time of day": ("spark-deploy up",),
+    "add a model": ("spark-deploy add Qwen/Qwen3-4B --use", "spark-deploy up"),
+    "see why a server is slow": ("spark-deploy top",),
+    "see why a server is down": ("spark-deploy status",),
+    "measure speed": ("spark-deploy bench",),
+    "free the GPU": ("spark-deploy stop --for 1h",),
+    "after a driver update": ("spark-deploy up",),
+    "uninstall": ("spark-deploy uninstall",),
+    "revoke access": ("spark-deploy uninstall --access",),
+}  # fmt: skip
 LAB_SETTINGS = """
 import json, runpy, sys
 import spark_deploy.inventory as inventory
@@ -28,29 +46,20 @@ print(json.dumps(seen))
 """
 
 
-def jobs() -> dict[str, tuple[str, ...]]:
-    rows = re.findall(r"^\| (?:\[(.+?)\]\(.+?\)|(.+?)) \| (.*`) \|$", _table(), re.MULTILINE)
-    return {link or name: tuple(re.findall(r"`([^`]+)`", typed)) for link, name, typed in rows}
-
-
-def _table() -> str:
-    return JOBS_PAGE.read_text("utf-8").partition("## By task")[2].partition("\n## ")[0]
-
-
 def typed_commands(job: str, **instead: str) -> list[list[str]]:
-    """Return the commands of a job in the table, with values replaced.
+    """Return the commands of a task, with values replaced.
 
     Args:
-        job: the first column.
+        job: the task.
         instead: the ``address``, ``user``, ``folder`` or ``repository`` to use.
     """
     names = {
         "address": "192.168.1.21", "user": "nvidia", "folder": "~/sparks",
         "repository": "Qwen/Qwen3-4B",
     }  # fmt: skip
-    lines = jobs()[job]
+    lines = COMMANDS_OF_TASK[job]
     for name, value in instead.items():
-        assert names[name] in " ".join(lines), f"the page has no {name} for {job}"
+        assert names[name] in " ".join(lines), f"no {name} in the commands of {job}"
         lines = tuple(line.replace(names[name], value) for line in lines)
     return [shlex.split(line)[1:] for line in lines]
 
