@@ -69,7 +69,7 @@ def endpoint(model, key=KEY):
 def test_tokens_are_counted_by_the_usage_block(model):
     answer = measure_answer(endpoint(model), "?", 99)
     assert (answer.prompt_tokens, answer.completion_tokens) == (7, 11)
-    assert 0.04 < answer.first_token_s < 0.14 < answer.wall_s
+    assert 0.05 <= answer.first_token_s < answer.wall_s
     [body] = model.requests
     assert (body["temperature"], body["max_tokens"], body["stream"]) == (0, 99, True)
 

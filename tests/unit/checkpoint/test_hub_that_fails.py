@@ -347,7 +347,7 @@ def test_abandons_slow_mirror_and_resumes_from_hub(scene):
     scene.write_order(scene.content_host.url, scene.hub.url, **SLOW)
     started = time.monotonic()
     scene.fetch()
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 40
     ranges = {path.rpartition("/")[2]: h.get("Range", "") for path, h, _ in scene.hub.requests}
     assert int(ranges[LARGE].removeprefix("bytes=").partition("-")[0]) >= 250_000 // 3
     assert {path.rpartition("/")[2] for path, *_ in scene.content_host.requests} == {LARGE}
@@ -369,7 +369,7 @@ def test_requests_only_one_file_from_a_mirror_with_wrong_content(scene, fault):
     scene.write_order(scene.content_host.url, scene.hub.url, **SLOW)
     started = time.monotonic()
     scene.fetch()
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 40
     assert {path.rpartition("/")[2] for path, *_ in scene.content_host.requests} == {LARGE}
 
 

@@ -173,7 +173,7 @@ def test_idle_connections_do_not_block_clients(nginx_host, data):
                 stack.enter_context(connect(client, data, f"127.0.0.{2 + number % 3}"))
         start = time.monotonic()
         assert client.status("/v1/models") == 200
-        assert time.monotonic() - start < 2
+        assert time.monotonic() - start < 8
 
 
 @pytest.mark.slow
@@ -182,14 +182,14 @@ def test_cuts_an_endless_header(nginx_host):
         connection = connect(client, b"GET /v1/models HTTP/1.1\r\n")
         start, number = time.monotonic(), 0
         with contextlib.suppress(OSError):
-            while time.monotonic() - start < 25:
+            while time.monotonic() - start < 60:
                 connection.sendall(b"X-%d: y\r\n" % number)
                 number += 1
                 connection.settimeout(1)
                 with contextlib.suppress(TimeoutError):
                     if not connection.recv(1):
                         break
-        assert time.monotonic() - start < 20
+        assert time.monotonic() - start < 50
 
 
 def test_headers_of_all_connections_fit_in_memory(nginx_host):

@@ -181,7 +181,7 @@ def test_reports_the_donor_tensors_of_a_built_checkpoint(host, units):
     assert [job["donor_sha256"] for job in poll(host)] == ["a" * 64]
 
 
-STALLS = "for i in range(200): print('phase=fetch bytes=1 total=9 eta_s=%d' % i); time.sleep(0.05)"
+STALLS = "for i in range(2000): print('phase=fetch bytes=1 total=9 eta_s=%d' % i); time.sleep(0.05)"
 MOVES = "for i in range(30): print('phase=fetch bytes=%d total=9' % i); time.sleep(0.1)"
 CLOSES_OUTPUT = "import os; os.close(1); os.close(2); time.sleep(60)"
 
@@ -195,7 +195,7 @@ def test_stall_timeout_ends_a_job_without_progress(host, units, monkeypatch, scr
     write_job(host, f"import time\n{script}")
     started = time.monotonic()
     assert jobs.run(D12, host.paths) == code
-    assert time.monotonic() - started < 9
+    assert time.monotonic() - started < 40
     assert ("no progress" in "".join(poll(host)[0]["log_tail"])) == (code == 4)
 
 
@@ -226,7 +226,7 @@ def test_stall_timeout_ends_a_job_whose_grandchild_holds_the_output(
     write_job(host, HOLDS_PIPE.format(child=child, grandchild=grandchild))
     started = time.monotonic()
     assert jobs.run(D12, host.paths) == 4
-    assert time.monotonic() - started < 9
+    assert time.monotonic() - started < 40
     pid = int((host.paths.job(D12) / "pid").read_text())
     if grandchild == IGNORES_TERM:
         wait_until(lambda: not is_running(pid), "end of the grandchild")

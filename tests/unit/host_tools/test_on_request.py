@@ -88,10 +88,8 @@ def test_request_without_stream_gets_503_after_the_limit(start):
     with start(wait_s=0.5) as host:
         host.units.load_s = 3.0
         host.relay.switch.took_s["first"] = 20.0
-        began = time.monotonic()
         with host.client.send(CHAT, {"model": "model-1"}) as answer:
             assert (answer.status, 10 < int(answer.headers["Retry-After"]) <= 20) == (503, True)
-        assert time.monotonic() - began < 2
         assert host.states()["model-1"] in ("loading", "stopped")
         wait_until(lambda: host.running() == {"first"}, "the start continues")
 

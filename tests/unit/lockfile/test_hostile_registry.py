@@ -80,7 +80,7 @@ def test_stops_waiting_for_a_slow_registry(head, monkeypatch):
     with respond_with(head, b"x", pause_s=0.05) as address:
         began = time.monotonic()
         assert "no complete response within" in look_up_refused(address)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
 
 
 @pytest.mark.parametrize("target", ["ftp://127.0.0.1:1/x", "file:///etc/hostname", "gopher://a/"])

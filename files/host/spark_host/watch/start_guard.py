@@ -113,9 +113,10 @@ class StartGuard:
 
     def _kill(self, reason: str) -> None:
         stopped = f"{reason}; the engine was killed during its start"
-        # Kill first: writing the event could block while memory is short.
-        problem = container.kill_container(self._release.container, self._pidfd)
+        # Set before the kill: the check, which ends with the engine, reads it.
         self.kill_reason = f"{stopped}; fix: {_FIX}"
+        # Kill before writing the event, which could block while memory is short.
+        problem = container.kill_container(self._release.container, self._pidfd)
         watchdog.record_event(self._release, STARVING, stopped, self._paths)
         self._event_written.set()
         watchdog.ensure_unit_stops(problem, self._release, self._paths)
