@@ -6,7 +6,7 @@ a killed run.
 
 from pyinfra import host, state
 
-from roles import base, cuda, docker, preflight, service, tools, work
+from roles import service, setup, work
 from spark_deploy.hosts.commands import host_loop
 from spark_deploy.hosts.operations import hold_lease
 from spark_deploy.hosts.payload import read_payload
@@ -14,21 +14,21 @@ from spark_deploy.hosts.uninstall import uninstall_request
 from spark_deploy.inventory.host_names import context_of
 from spark_deploy.inventory.plans import plan_for, waves_for
 from spark_deploy.plan.jobs import discard_jobs, ready_jobs, served_jobs
-from spark_deploy.plan.release import release_files, unit_and_command_files
+from spark_deploy.plan.release import release_files
 
 hold_lease(state, host)
 plan, payload = plan_for(host), read_payload()
 jobs, release = served_jobs(plan, payload.image_context), plan.release.name
 
 service.reboot(plan=plan.preflight, release=plan.release)
-preflight.apply(plan=plan.preflight)
-base.apply(plan=plan.base, request=uninstall_request(context_of(host).loaded.settings))
-tools.apply(identity=plan.payload, files=payload.tools, units=unit_and_command_files(payload.units))
+setup.check_host(plan=plan.preflight)
+setup.install_base(plan=plan.base, request=uninstall_request(context_of(host).loaded.settings))
+setup.install_host_tools(identity=plan.payload)
 # These jobs need no container engine and run in parallel with the next steps.
 work.fetch(jobs=jobs, release=release, proxy=plan.proxy, fleet=plan.fleet)
 work.build_checkpoint(jobs=jobs, release=release)
-cuda.apply(plan=plan.cuda)
-docker.apply(plan=plan.docker, proxy=plan.proxy)
+setup.install_cuda(plan=plan.cuda)
+setup.install_docker(plan=plan.docker, proxy=plan.proxy)
 work.prepare_image(jobs=jobs, release=release)
 service.prepare(jobs=jobs, release=release)
 # Stopping unlisted services frees memory for the others.

@@ -3,12 +3,12 @@
 from pyinfra import host
 from pyinfra.api import FunctionCommand
 
-from roles import bootstrap
+from roles import setup
 from spark_deploy.inventory.bootstrap import contact_of
 from spark_deploy.inventory.login import bootstrap_plan, check_access
 
 contact = contact_of(host)
-bootstrap.apply(
+setup.grant_access(
     plan=bootstrap_plan(host),
     password=contact.password,
     ready=contact.ready,

@@ -2,7 +2,7 @@
 
 from pyinfra import host, state
 
-from roles import base, cuda, docker, preflight
+from roles import setup
 from spark_deploy.hosts.operations import hold_lease
 from spark_deploy.hosts.uninstall import uninstall_request
 from spark_deploy.inventory.host_names import context_of
@@ -11,7 +11,7 @@ from spark_deploy.inventory.plans import plan_for
 hold_lease(state, host)
 plan = plan_for(host)
 
-preflight.apply(plan=plan.preflight)
-base.apply(plan=plan.base, request=uninstall_request(context_of(host).loaded.settings))
-cuda.apply(plan=plan.cuda)
-docker.apply(plan=plan.docker, proxy=plan.proxy)
+setup.check_host(plan=plan.preflight)
+setup.install_base(plan=plan.base, request=uninstall_request(context_of(host).loaded.settings))
+setup.install_cuda(plan=plan.cuda)
+setup.install_docker(plan=plan.docker, proxy=plan.proxy)

@@ -7,7 +7,7 @@ job at its current block. Set `checkpoint.source: requantized` to serve the resu
 from pyinfra import host, state
 from spark_contract.job import CHECKPOINT_JOB, REQUANTIZE_JOB
 
-from roles import base, cuda, docker, tools, work
+from roles import setup, work
 from spark_deploy.config.errors import PlanError
 from spark_deploy.hosts.operations import hold_lease
 from spark_deploy.hosts.payload import read_payload
@@ -15,7 +15,6 @@ from spark_deploy.hosts.uninstall import uninstall_request
 from spark_deploy.inventory.host_names import context_of
 from spark_deploy.inventory.plans import plan_for
 from spark_deploy.plan.jobs import plan_jobs
-from spark_deploy.plan.release import unit_and_command_files
 
 hold_lease(state, host)
 plan, payload = plan_for(host), read_payload()
@@ -27,11 +26,11 @@ jobs = tuple(
 )
 release = f"{plan.release.service}-requantize"
 
-base.apply(plan=plan.base, request=uninstall_request(context_of(host).loaded.settings))
-tools.apply(identity=plan.payload, files=payload.tools, units=unit_and_command_files(payload.units))
+setup.install_base(plan=plan.base, request=uninstall_request(context_of(host).loaded.settings))
+setup.install_host_tools(identity=plan.payload)
 work.fetch(jobs=jobs, release=release, proxy=plan.proxy, fleet=plan.fleet)
-cuda.apply(plan=plan.cuda)
-docker.apply(plan=plan.docker, proxy=plan.proxy)
+setup.install_cuda(plan=plan.cuda)
+setup.install_docker(plan=plan.docker, proxy=plan.proxy)
 image_jobs = tuple(job for job in jobs if job.job.kind != REQUANTIZE_JOB)
 work.prepare_image(jobs=image_jobs, release=release)
 work.quantize(jobs=jobs, image=plan.image.tag, release=release)

@@ -7,9 +7,9 @@ afterwards.
 from pyinfra import host
 from pyinfra.api import FunctionCommand
 
-from roles import bootstrap
+from roles import setup
 from spark_deploy.inventory.login import bootstrap_plan, check_no_access, endpoint_of
 
-bootstrap.revoke(
+setup.revoke_access(
     plan=bootstrap_plan(host), check=FunctionCommand(check_no_access, [endpoint_of(host)], {})
 )

@@ -6,11 +6,11 @@ Docker and CUDA if a deploy installed them. Unmanaged files and packages stay.
 
 from pyinfra import host, state
 
-from roles import uninstall
+from roles import setup
 from spark_deploy.hosts.operations import hold_lease
 from spark_deploy.hosts.uninstall import uninstall_request
 from spark_deploy.inventory.host_names import context_of
 
 hold_lease(state, host)
 
-uninstall.apply(request=uninstall_request(context_of(host).loaded.settings))
+setup.remove_all(request=uninstall_request(context_of(host).loaded.settings))

@@ -18,7 +18,7 @@ from spark_contract.status import Status
 
 from spark_deploy.bench.result import Sample, Served
 from spark_deploy.config.errors import SparkError, unreachable
-from spark_deploy.inventory.unreachable import ssh_reason
+from spark_deploy.inventory.connections import ssh_reason
 
 _COMMAND_TIMEOUT_S = 60.0
 _TUNNEL_TIMEOUT_S = 15.0

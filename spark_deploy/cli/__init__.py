@@ -13,7 +13,7 @@ from difflib import get_close_matches
 
 import click
 
-from spark_deploy.config.printable import printable
+from spark_deploy.config.errors import printable
 
 SECTIONS = {
     "Set up": {

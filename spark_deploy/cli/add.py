@@ -30,14 +30,13 @@ from spark_deploy.cli.hosts import Target, build_plan, select_hosts
 from spark_deploy.cli.plan_text import plan_lines, row
 from spark_deploy.cli.recipes import draft_from_recipe
 from spark_deploy.cli.settings import edit_line, edits_data
-from spark_deploy.config.catalog.anatomy import Anatomy
+from spark_deploy.config.catalog.architecture import Anatomy
 from spark_deploy.config.catalog.load import read_families
 from spark_deploy.config.catalog.model import HybridModel
 from spark_deploy.config.catalog.profile import is_repository
 from spark_deploy.config.catalog.types import Engine, Engines, Families
-from spark_deploy.config.errors import CatalogError, SparkError
-from spark_deploy.config.printable import one_line, printable
-from spark_deploy.config.yaml_files import read_mapping
+from spark_deploy.config.checkout import read_mapping
+from spark_deploy.config.errors import CatalogError, SparkError, one_line, printable
 from spark_deploy.lock.headers import (
     describe_repository,
     make_anatomy,

@@ -16,8 +16,7 @@ from spark_deploy.cli.console import (
     shared_options,
 )
 from spark_deploy.cli.hosts import Target, select_hosts
-from spark_deploy.config.errors import SparkError
-from spark_deploy.config.printable import printable
+from spark_deploy.config.errors import SparkError, printable
 
 
 @click.command

@@ -9,9 +9,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from spark_deploy.cli.console import note
-from spark_deploy.config.errors import SparkError, unreachable
-from spark_deploy.config.printable import one_line
-from spark_deploy.inventory.unreachable import ssh_reason
+from spark_deploy.config.errors import SparkError, one_line, unreachable
+from spark_deploy.inventory.connections import ssh_reason
 
 _POLL_S = 0.5
 

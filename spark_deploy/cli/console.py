@@ -19,8 +19,7 @@ from rich.text import Text
 from spark_contract.documents import to_plain
 
 from spark_deploy.config.checkout import catalog_files
-from spark_deploy.config.errors import Problem
-from spark_deploy.config.printable import printable
+from spark_deploy.config.errors import Problem, printable
 
 # Types for shell completion; commands report unreadable files themselves.
 FILE = click.Path(readable=False)

@@ -20,7 +20,7 @@ from pyinfra.context import ctx_host, ctx_state
 from spark_contract.units import MAIN_SERVICE
 
 from spark_deploy.cli.console import Options, note, short_list
-from spark_deploy.config.catalog.anatomy import Anatomy
+from spark_deploy.config.catalog.architecture import Anatomy
 from spark_deploy.config.catalog.model import PlainModel
 from spark_deploy.config.catalog.types import Catalog
 from spark_deploy.config.errors import Problem, SettingsError, SparkError, unreachable
@@ -29,11 +29,10 @@ from spark_deploy.config.settings.load import HostSettings
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.hosts.status import HostStatus, Status
 from spark_deploy.inventory import host_keys, login
+from spark_deploy.inventory.connections import BOOTSTRAP, CHECK_NETWORK, patch_pyinfra
 from spark_deploy.inventory.host_keys import Endpoint, HostKey, readable_ssh_files
 from spark_deploy.inventory.host_names import CONTEXT_KEY, HostContext
-from spark_deploy.inventory.output_limits import patch_pyinfra
 from spark_deploy.inventory.plans import payload_identity, read_headers, read_inventory
-from spark_deploy.inventory.unreachable import BOOTSTRAP, CHECK_NETWORK
 from spark_deploy.lock.file import read_lock
 from spark_deploy.lock.resolve import companion_repositories, required_names, resolve
 from spark_deploy.lock.types import Lock, LockedImage, LockedSource, SourceFile

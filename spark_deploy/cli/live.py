@@ -23,8 +23,8 @@ from spark_deploy.cli.connect import make_login
 from spark_deploy.cli.console import Options, note, service_option, shared_options
 from spark_deploy.cli.hosts import select_hosts, selected_services
 from spark_deploy.config.documents import GIB
-from spark_deploy.config.printable import one_line, printable
-from spark_deploy.inventory.unreachable import ssh_reason
+from spark_deploy.config.errors import one_line, printable
+from spark_deploy.inventory.connections import ssh_reason
 
 # The label of log lines from each unit.
 _PARTS = {SERVE: "engine", GATEWAY: "gateway", WATCH: "watch", SWITCH: "rollout", JOB: "job"}

@@ -13,7 +13,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from spark_deploy.config.printable import without_errno
+from spark_deploy.config.errors import without_errno
 from spark_deploy.hosts.releases import CHECK_WARNING
 
 PRINT_INTERVAL_S = 30.0

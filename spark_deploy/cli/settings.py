@@ -15,11 +15,10 @@ from spark_contract.documents import to_plain
 from spark_deploy.cli.catalog_files import schema_line
 from spark_deploy.cli.console import Options, next_command, note, print_result, shared_options
 from spark_deploy.cli.hosts import Target, inventory_path, select_hosts
-from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.config.checkout import CHECKOUT, read_mapping
 from spark_deploy.config.errors import Problem, SettingsError, SparkError
 from spark_deploy.config.schema_errors import suggest
 from spark_deploy.config.settings.load import HostSettings, with_overrides
-from spark_deploy.config.yaml_files import read_mapping
 from spark_deploy.inventory.clusters import unknown_host_problems, with_replica_addresses
 from spark_deploy.inventory.groups import check_conflicts, vars_root
 

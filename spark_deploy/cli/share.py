@@ -37,8 +37,7 @@ from spark_deploy.cli.hosts import (
 )
 from spark_deploy.config.catalog.load import read_file
 from spark_deploy.config.documents import CLOSED, convert, schema_of, to_yaml_data
-from spark_deploy.config.errors import CatalogError, LockError, Problem
-from spark_deploy.config.printable import one_line
+from spark_deploy.config.errors import CatalogError, LockError, Problem, one_line
 from spark_deploy.config.schema_errors import dotted, schema_problems
 from spark_deploy.config.settings import allowed
 from spark_deploy.config.settings.engine import canonical_options

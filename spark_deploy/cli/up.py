@@ -29,8 +29,7 @@ from spark_deploy.cli.console import Options, next_command, note, print_problem,
 from spark_deploy.cli.hosts import Answer, Target, build_plan, check_access, query, select_hosts
 from spark_deploy.cli.progress_screen import PHASES, format_duration, print_text
 from spark_deploy.cli.settings import edit_line
-from spark_deploy.config.errors import SparkError
-from spark_deploy.config.printable import one_line
+from spark_deploy.config.errors import SparkError, one_line
 from spark_deploy.hosts.payload import read_payload
 from spark_deploy.hosts.status import HostStatus, Jobs, JobStates, Status
 from spark_deploy.inventory.login import find_public_key

@@ -9,7 +9,7 @@ import click
 
 from spark_deploy.cli.console import Options, note, shared_options
 from spark_deploy.cli.hosts import Target, build_plan, query_or_note, read_status, select_hosts
-from spark_deploy.config.catalog.anatomy import Anatomy, MeasuredCache
+from spark_deploy.config.catalog.architecture import Anatomy, MeasuredCache
 from spark_deploy.config.catalog.model import PlainModel
 from spark_deploy.config.documents import to_yaml_data
 from spark_deploy.config.errors import LockError

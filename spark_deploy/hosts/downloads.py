@@ -21,7 +21,7 @@ from spark_contract.units import PREPARE, SHARE_UNIT
 
 from spark_deploy.config.errors import SettingsError
 from spark_deploy.config.settings.load import read_secret
-from spark_deploy.config.settings.secrets import SecretRef
+from spark_deploy.config.settings.patterns import SecretRef
 from spark_deploy.config.settings.sources import FleetSettings, ProxySettings
 from spark_deploy.hosts.commands import current_host, log, shell
 from spark_deploy.hosts.facts import FileStates, LineFact, read_fact

@@ -15,7 +15,7 @@ from spark_contract.release import parse_service
 from spark_contract.units import MAIN_SERVICE
 
 from spark_deploy.config.checkout import cache_folder
-from spark_deploy.config.printable import printable
+from spark_deploy.config.errors import printable
 from spark_deploy.hosts.commands import is_disconnected, run_script
 from spark_deploy.hosts.status import HostStatus, parse_status
 

@@ -24,13 +24,12 @@ from pyinfra.connectors.sshuserclient.client import get_ssh_config
 
 from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.catalog.types import Catalog
-from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.config.checkout import CHECKOUT, load_schema, read_mapping
 from spark_deploy.config.documents import CLOSED, Text, convert
 from spark_deploy.config.errors import Problem, SettingsError
 from spark_deploy.config.schema_errors import schema_problems
 from spark_deploy.config.settings.load import HostSettings, load_hosts
 from spark_deploy.config.settings.patterns import Address, Login
-from spark_deploy.config.yaml_files import load_schema, read_mapping
 from spark_deploy.hosts.payload import supported_engines
 from spark_deploy.inventory.clusters import (
     cluster_problems,
@@ -45,6 +44,7 @@ from spark_deploy.inventory.command_line import (
     must_serve,
     parse_overrides,
 )
+from spark_deploy.inventory.connections import patch_pyinfra
 from spark_deploy.inventory.host_keys import open_transport
 from spark_deploy.inventory.host_names import (
     CONTEXT_KEY,
@@ -52,7 +52,6 @@ from spark_deploy.inventory.host_names import (
     host_problems,
     stray_file_problems,
 )
-from spark_deploy.inventory.output_limits import patch_pyinfra
 from spark_deploy.plan.gateway import gateway_plan
 from spark_deploy.plan.resolve import plan_problems
 

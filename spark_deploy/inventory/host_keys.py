@@ -15,10 +15,9 @@ from paramiko.hostkeys import HostKeyEntry, InvalidHostKey
 from paramiko.ssh_exception import ConfigParseError
 from pyinfra.connectors.sshuserclient.client import SSHClient, get_host_keys
 
-from spark_deploy.config.errors import Problem, SettingsError
-from spark_deploy.config.printable import one_line
+from spark_deploy.config.errors import Problem, SettingsError, one_line
+from spark_deploy.inventory.connections import network_reason
 from spark_deploy.inventory.host_names import LOCAL
-from spark_deploy.inventory.unreachable import network_reason
 
 CONNECT_TIMEOUT_S = 10.0
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from paramiko import Agent, AuthenticationException, PKey, SSHException
 from pyinfra.api.exceptions import PyinfraError
@@ -27,11 +27,6 @@ PASSWORD_ATTEMPTS = 3
 _KEY_FILES = ("~/.ssh/id_ed25519", "~/.ssh/id_ecdsa", "~/.ssh/id_rsa")
 # -k makes sudo ignore a recently typed password.
 _TRY_SUDO = '[ "$(id -u)" = 0 ] || sudo -k -n true 2>/dev/null && echo passwordless'
-
-
-def reject_prompt(prompt: str) -> NoReturn:
-    """Raise SettingsError; replaces pyinfra's prompt, which puts the password into argv."""
-    raise SettingsError.one("sudo", "needs a password", "run deploys/bootstrap.py once")
 
 
 class Password(str):

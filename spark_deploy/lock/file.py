@@ -5,10 +5,10 @@ from pathlib import Path
 import yaml
 from spark_contract import files
 
+from spark_deploy.config.checkout import load_schema, read_mapping
 from spark_deploy.config.documents import convert, to_yaml_data
 from spark_deploy.config.errors import LockError
 from spark_deploy.config.schema_errors import schema_problems
-from spark_deploy.config.yaml_files import load_schema, read_mapping
 from spark_deploy.lock.types import Lock
 
 _HEAD = """\

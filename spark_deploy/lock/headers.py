@@ -28,7 +28,7 @@ from spark_contract.builder_api import (
 from spark_contract.documents import DocumentError, to_json, to_plain
 from spark_contract.errors import parse_problem
 
-from spark_deploy.config.catalog.anatomy import Anatomy, CacheLayers
+from spark_deploy.config.catalog.architecture import Anatomy, CacheLayers
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import LockError, SettingsError
 from spark_deploy.config.settings.load import read_secret

@@ -19,8 +19,7 @@ from spark_contract.documents import DocumentError
 from spark_contract.fetching import FetchFile
 from spark_contract.units import COMMIT
 
-from spark_deploy.config.errors import LockError
-from spark_deploy.config.printable import one_line, without_errno
+from spark_deploy.config.errors import LockError, one_line, without_errno
 from spark_deploy.lock.registry import LOOKUP_TIMEOUT_S, run_with_timeout
 from spark_deploy.lock.types import LockedSource, SourceFile, split_files
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from spark_contract.documents import shorten
 
-from spark_deploy.config.catalog.anatomy import CacheLayers
+from spark_deploy.config.catalog.architecture import CacheLayers
 from spark_deploy.config.errors import LockError
 
 _COUNT_LIMIT = 1 << 32

@@ -14,8 +14,7 @@ from urllib.parse import urlsplit
 
 from spark_contract.fetching import ARCHITECTURES, MANIFEST_TYPES, parse_challenge, parse_reference
 
-from spark_deploy.config.errors import LockError
-from spark_deploy.config.printable import one_line, without_errno
+from spark_deploy.config.errors import LockError, one_line, without_errno
 from spark_deploy.lock.types import LockedImage
 
 # A look-up reads a few megabytes at most.

@@ -13,7 +13,7 @@ from spark_contract.builder_api import BuildPlan
 from spark_contract.documents import to_plain
 from spark_contract.units import COMMIT, SHA256
 
-from spark_deploy.config.catalog.anatomy import Anatomy
+from spark_deploy.config.catalog.architecture import Anatomy
 from spark_deploy.config.catalog.profile import HUB_REPOSITORY
 from spark_deploy.config.documents import CLOSED, FromKey, digest_of, key_as_field
 from spark_deploy.config.errors import LockError

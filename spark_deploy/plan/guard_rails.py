@@ -10,8 +10,7 @@ from spark_deploy.config.catalog.guard_rails import GuardRail, all_hold
 from spark_deploy.config.catalog.model import Model, PlainModel
 from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.catalog.types import ENGINE_NAME, Catalog, Engines, version_of
-from spark_deploy.config.errors import PlanError, Problem
-from spark_deploy.config.printable import one_line
+from spark_deploy.config.errors import PlanError, Problem, one_line
 from spark_deploy.config.schema_errors import closest
 from spark_deploy.config.settings.allowed import IGNORED_VARIABLES, find_unlisted
 from spark_deploy.config.settings.engine import (

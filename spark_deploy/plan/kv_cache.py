@@ -9,8 +9,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from spark_deploy.config.catalog.anatomy import CacheLayers, MeasuredCache
-from spark_deploy.config.catalog.architecture import Architecture
+from spark_deploy.config.catalog.architecture import Architecture, CacheLayers, MeasuredCache
 from spark_deploy.config.catalog.model import Model, PlainModel
 from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.settings.engine import canonical_options, parse_whole_number

@@ -15,7 +15,7 @@ from spark_contract.gateway import Gateway
 from spark_contract.release import Release
 
 from spark_deploy.config.settings.host import BaseSettings, ExpectSettings, PathSettings
-from spark_deploy.config.settings.secrets import SecretRef
+from spark_deploy.config.settings.patterns import SecretRef
 from spark_deploy.config.settings.sources import (
     DownloadSettings,
     FleetSettings,

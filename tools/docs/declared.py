@@ -16,7 +16,7 @@ from spark_deploy.config.catalog.model import HybridModel, PlainModel
 from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.catalog.types import Engines, Families
 from spark_deploy.config.documents import schema_of, to_yaml_data
-from spark_deploy.config.settings.secrets import SecretRef
+from spark_deploy.config.settings.patterns import SecretRef
 from spark_deploy.config.settings.types import COMMAND_FLAGS, EXPERT, Settings
 from spark_deploy.inventory.groups import HostList
 from spark_deploy.lock.types import Lock

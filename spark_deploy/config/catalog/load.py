@@ -13,12 +13,11 @@ from spark_deploy.config.catalog.guard_rails import GuardRails, OpenQuestions, a
 from spark_deploy.config.catalog.model import HybridModel, Model, PlainModel
 from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.catalog.types import Catalog, Engines, Families, LazyMapping
-from spark_deploy.config.checkout import CHECKOUT, catalog_files
+from spark_deploy.config.checkout import CHECKOUT, catalog_files, load_schema, read_mapping
 from spark_deploy.config.documents import CHECK_VIOLATIONS, Schema, convert, violations
 from spark_deploy.config.errors import CatalogError, Problem
 from spark_deploy.config.schema_errors import dotted, schema_problems
 from spark_deploy.config.settings.load import merge
-from spark_deploy.config.yaml_files import load_schema, read_mapping
 
 _Data = dict[str, Any]
 _Document = TypeVar(

@@ -8,8 +8,7 @@ from pydantic.dataclasses import dataclass
 from pydantic.json_schema import SkipJsonSchema
 from spark_contract.builder_api import PatternError, count_names, expand_all
 
-from spark_deploy.config.catalog.anatomy import Anatomy
-from spark_deploy.config.catalog.architecture import Architecture
+from spark_deploy.config.catalog.architecture import Anatomy, Architecture
 from spark_deploy.config.catalog.guard_rails import COMPARISON
 from spark_deploy.config.catalog.profile import TRAITS, Adapter, HubRepository
 from spark_deploy.config.documents import CLOSED, GIB, UNIQUE, Gib, Text, Violation

@@ -9,7 +9,7 @@ from pydantic.dataclasses import dataclass
 from pydantic.json_schema import SkipJsonSchema
 from spark_contract.builder_api import Scheme
 
-from spark_deploy.config.catalog.anatomy import Anatomy
+from spark_deploy.config.catalog.architecture import Anatomy
 from spark_deploy.config.documents import CLOSED, UNIQUE, Text, Violation, text_schema
 from spark_deploy.config.settings.engine import (
     ENVIRONMENT_NAMES,

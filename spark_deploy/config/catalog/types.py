@@ -9,7 +9,7 @@ from typing import TypeVar
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from spark_deploy.config.catalog.anatomy import Anatomy
+from spark_deploy.config.catalog.architecture import Anatomy
 from spark_deploy.config.catalog.guard_rails import GuardRail
 from spark_deploy.config.catalog.model import Model, PlainModel
 from spark_deploy.config.catalog.profile import Profile

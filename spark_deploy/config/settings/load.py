@@ -19,16 +19,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from spark_deploy.config.checkout import CHECKOUT, catalog_files
+from spark_deploy.config.checkout import CHECKOUT, catalog_files, load_schema, read_mapping
 from spark_deploy.config.documents import KeyPath, Violation, convert, violations
 from spark_deploy.config.errors import Problem, SettingsError
 from spark_deploy.config.schema_errors import dotted, schema_problems
 from spark_deploy.config.settings.engine import VLLM_NAMES, EngineSettings
-from spark_deploy.config.settings.patterns import paths_with_control_characters
-from spark_deploy.config.settings.secrets import SecretRef
+from spark_deploy.config.settings.patterns import SecretRef, paths_with_control_characters
 from spark_deploy.config.settings.service import RequantizeSettings
 from spark_deploy.config.settings.types import CheckedSettings, Settings
-from spark_deploy.config.yaml_files import load_schema, read_mapping
 
 
 @dataclass(frozen=True, slots=True)

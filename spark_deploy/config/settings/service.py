@@ -12,8 +12,7 @@ from spark_contract.units import DIGEST12
 
 from spark_deploy.config.documents import CLOSED, GIB, MIB, UNIQUE, Gib, Violation, text_schema
 from spark_deploy.config.settings.engine import ServiceEngineSettings
-from spark_deploy.config.settings.patterns import text_field
-from spark_deploy.config.settings.secrets import SecretOrGenerate, SecretRef
+from spark_deploy.config.settings.patterns import SecretOrGenerate, SecretRef, text_field
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)

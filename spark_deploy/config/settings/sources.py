@@ -7,8 +7,15 @@ from pydantic.dataclasses import dataclass
 from spark_contract.units import SHA256
 
 from spark_deploy.config.documents import CLOSED, MIB, UNIQUE, FromKey, text_schema
-from spark_deploy.config.settings.patterns import Component, Glob, IpAddress, Suite, Url, text_field
-from spark_deploy.config.settings.secrets import SecretRef
+from spark_deploy.config.settings.patterns import (
+    Component,
+    Glob,
+    IpAddress,
+    SecretRef,
+    Suite,
+    Url,
+    text_field,
+)
 
 REPOSITORY_NAME = text_schema(
     "^[a-z0-9][a-z0-9._-]*$", "a name of small letters, digits and . _ -", "docker-ubuntu"

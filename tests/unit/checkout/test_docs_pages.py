@@ -5,9 +5,8 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.config.checkout import CHECKOUT, load_schema
 from spark_deploy.config.settings.load import load_hosts
-from spark_deploy.config.yaml_files import load_schema
 from tests.unit.planning.plans import shipped_catalog
 
 PAGES = sorted(

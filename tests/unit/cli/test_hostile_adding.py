@@ -10,9 +10,9 @@ from spark_contract import files
 from spark_deploy.cli import catalog_files
 from spark_deploy.cli.add import make_draft
 from spark_deploy.config.catalog.load import read_families
+from spark_deploy.config.checkout import read_mapping
 from spark_deploy.config.errors import SparkError
 from spark_deploy.config.settings.sources import HubSettings
-from spark_deploy.config.yaml_files import read_mapping
 from spark_deploy.lock.headers import describe_repository, make_anatomy
 from spark_deploy.lock.hub import ModelCard
 from tests import forked

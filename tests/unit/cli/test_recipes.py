@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 from spark_deploy.cli.recipes import draft_from_recipe
 from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.catalog.model import PlainModel
-from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.config.checkout import CHECKOUT, read_mapping
 from spark_deploy.config.errors import CatalogError
-from spark_deploy.config.yaml_files import read_mapping
 from tests.unit.hostile import YAML
 from tests.unit.planning.plans import shipped_catalog
 

@@ -14,9 +14,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from pyinfra.connectors import util
 
-from spark_deploy.config.errors import SparkError
-from spark_deploy.config.printable import printable, printable_output
-from spark_deploy.inventory import output_limits
+from spark_deploy.config.errors import SparkError, printable, printable_output
+from spark_deploy.inventory import connections
 from tests.unit.cli.ssh_server import Host, serving
 
 ESCAPES = b"\x1b]0;owned\x07\x1b[2J\x1b[1Afine\xff\x9b31m\r{}"
@@ -81,13 +80,13 @@ def test_pyinfra_with_v_never_prints_escape_sequences(repository):
 
 def read(stream, *, print_output=False):
     queue: Queue[util.OutputLine] = Queue()
-    output_limits.read_buffer("stdout", stream, queue, print_output, lambda line: f"[host] {line}")
+    connections.read_buffer("stdout", stream, queue, print_output, lambda line: f"[host] {line}")
     return [line.line for line in queue.queue]
 
 
 def test_stops_reading_endless_output(monkeypatch):
-    monkeypatch.setattr(output_limits, "MAX_BYTES", 10_000)
-    monkeypatch.setattr(output_limits, "_LINE_BYTES", 1_000)
+    monkeypatch.setattr(connections, "MAX_BYTES", 10_000)
+    monkeypatch.setattr(connections, "_LINE_BYTES", 1_000)
     with subprocess.Popen(["yes", "x" * 99], stdout=subprocess.PIPE) as endless:
         lines = read(endless.stdout)
         assert endless.wait(timeout=10) != 0
@@ -98,7 +97,7 @@ def test_stops_reading_endless_output(monkeypatch):
 
 
 def test_endless_empty_lines_do_not_stop_other_greenlets(monkeypatch):
-    monkeypatch.setattr(output_limits, "_MAX_LINES", 20_000)
+    monkeypatch.setattr(connections, "_MAX_LINES", 20_000)
     turns = []
 
     def count():
@@ -118,14 +117,14 @@ def test_endless_empty_lines_do_not_stop_other_greenlets(monkeypatch):
 def printed(monkeypatch):
     lines: list[str] = []
     monkeypatch.setattr(
-        output_limits, "echo", lambda text, err: lines.append(text.removeprefix("[host] "))
+        connections, "echo", lambda text, err: lines.append(text.removeprefix("[host] "))
     )
     return lines
 
 
 @pytest.mark.parametrize("output", [b"x" * 3_000_000, b"y\n" * 70_000])
 def test_limits_printed_output(output, printed, monkeypatch):
-    monkeypatch.setattr(output_limits, "_MAX_PRINTED_PER_STREAM", 100_000)
+    monkeypatch.setattr(connections, "_MAX_PRINTED_PER_STREAM", 100_000)
     lines = read(io.BytesIO(output), print_output=True)
     assert sum(len(line) + 1 for line in printed) < 105_000
     assert "output truncated" in printed[-1]
@@ -139,7 +138,7 @@ def test_prints_ordinary_output_completely(printed):
 
 
 def test_reads_ssh_output_after_invalid_utf8(tmp_path, monkeypatch):
-    monkeypatch.setattr(util, "read_buffer", output_limits.read_buffer)
+    monkeypatch.setattr(util, "read_buffer", connections.read_buffer)
     (tmp_path / "out").write_bytes(b"before\n" + ESCAPES + b"\nafter\n")
     (tmp_path / "err").write_bytes(ESCAPES + b"\n")
     with serving(Host(password="right")) as host:
@@ -161,7 +160,7 @@ def test_reads_ssh_output_after_invalid_utf8(tmp_path, monkeypatch):
 def test_pyinfra_never_prompts_for_a_sudo_password(monkeypatch):
     monkeypatch.setattr(util, "getpass", lambda _: "typed")
     monkeypatch.setattr(util, "read_buffer", util.read_buffer)
-    output_limits.patch_pyinfra()
+    connections.patch_pyinfra()
     host: Any = SimpleNamespace(print_prefix="", connector_data={})
     refused = util.CommandOutput([util.OutputLine("stderr", util.SUDO_PASSWORD_REQUIRED_LINES[0])])
     with pytest.raises(SparkError, match=r"deploys/bootstrap\.py"):

@@ -2,7 +2,7 @@ import pytest
 from huggingface_hub import constants
 
 from spark_deploy.config.errors import SettingsError
-from spark_deploy.config.settings.secrets import SecretRef
+from spark_deploy.config.settings.patterns import SecretRef
 from spark_deploy.config.settings.sources import HubSettings
 from spark_deploy.lock.headers import read_hub_token
 

@@ -11,7 +11,7 @@ from spark_deploy.cli.console import Options
 from spark_deploy.cli.hosts import build_plan, select_hosts
 from spark_deploy.config.errors import LockError
 from spark_deploy.config.settings.load import load_hosts
-from spark_deploy.config.settings.secrets import SecretRef
+from spark_deploy.config.settings.patterns import SecretRef
 from spark_deploy.inventory.plans import verified_lock, verify_names
 from spark_deploy.lock import headers, resolve
 from spark_deploy.lock import hub as lookup

@@ -8,7 +8,7 @@ from spark_contract.documents import to_json
 from spark_contract.gateway import Gateway, NamedKey, tls_paths
 
 from spark_deploy.config.errors import SettingsError
-from spark_deploy.config.settings.secrets import GENERATED, SecretRef
+from spark_deploy.config.settings.patterns import GENERATED, SecretRef
 from spark_deploy.hosts import gateway
 from spark_deploy.hosts.gateway import (
     GatewayCertificate,

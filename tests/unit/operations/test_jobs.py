@@ -8,8 +8,8 @@ from spark_contract.documents import to_plain
 from spark_contract.job import ImageProof, Job, JobState
 from spark_contract.units import BOOT_LINKS
 
-from roles import tools
-from spark_deploy.config.settings.secrets import SecretRef
+from roles import setup
+from spark_deploy.config.settings.patterns import SecretRef
 from spark_deploy.config.settings.sources import HubSettings
 from spark_deploy.hosts import jobs
 from spark_deploy.hosts.commands import ScriptResult
@@ -186,10 +186,10 @@ def test_hub_token_is_sent_on_standard_input_and_only_when_a_job_starts(tmp_path
 def test_python_packages_are_installed_before_the_host_tools(monkeypatch):
     steps: list[str] = []
     for step in ("install_tools", "install_site"):
-        monkeypatch.setattr(tools, step, lambda step=step, **_: steps.append(step))
+        monkeypatch.setattr(setup, step, lambda step=step, **_: steps.append(step))
     for declare in ("expect_files", "expect_fact"):
-        monkeypatch.setattr(tools, declare, lambda *_: None)
-    apply: Any = tools.apply
+        monkeypatch.setattr(setup, declare, lambda *_: None)
+    apply: Any = setup.install_host_tools
     identity = PayloadIdentity("1" * 64, "2" * 64, "requirements.txt")
-    apply._inner(identity=identity, files=(), units=())
+    apply._inner(identity=identity)
     assert steps == ["install_site", "install_tools"]

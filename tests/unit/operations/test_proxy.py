@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from spark_deploy.config.errors import SettingsError
-from spark_deploy.config.settings.secrets import SecretRef
+from spark_deploy.config.settings.patterns import SecretRef
 from spark_deploy.config.settings.sources import ProxySettings
 from spark_deploy.hosts import downloads
 from spark_deploy.hosts.downloads import DOCKER_DROP_IN, DROP_IN_PATH, DaemonProxy, proxy_file

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from spark_deploy.config.catalog.anatomy import Anatomy
+from spark_deploy.config.catalog.architecture import Anatomy
 from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.catalog.model import HybridModel, PlainModel
 from spark_deploy.config.catalog.types import Catalog

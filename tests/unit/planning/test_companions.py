@@ -5,7 +5,7 @@ import pytest
 from spark_contract.documents import parse, to_json
 from spark_contract.release import Release
 
-from spark_deploy.config.catalog.anatomy import Anatomy, CacheLayers
+from spark_deploy.config.catalog.architecture import Anatomy, CacheLayers
 from spark_deploy.config.catalog.profile import Adapter, Speculation
 from spark_deploy.config.documents import GIB
 from spark_deploy.config.errors import PlanError

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from spark_vllm.head.choice import IMAGE_VARIABLE
 
-from spark_deploy.config.catalog.anatomy import Anatomy
+from spark_deploy.config.catalog.architecture import Anatomy
 from spark_deploy.config.catalog.model import PlainModel
 from spark_deploy.config.errors import PlanError
 from spark_deploy.plan.engine_arguments import (

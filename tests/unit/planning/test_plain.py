@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from spark_deploy.cli.plan_text import plan_text
-from spark_deploy.config.catalog.anatomy import Anatomy, CacheLayers, MeasuredCache
+from spark_deploy.config.catalog.architecture import Anatomy, CacheLayers, MeasuredCache
 from spark_deploy.config.catalog.model import Parsers, PlainModel
 from spark_deploy.config.documents import GIB
 from spark_deploy.config.errors import PlanError

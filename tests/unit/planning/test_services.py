@@ -8,7 +8,7 @@ import yaml
 from spark_contract.documents import parse, to_json
 from spark_contract.release import Release, parse_service
 
-from spark_deploy.config.catalog.anatomy import Anatomy, CacheLayers
+from spark_deploy.config.catalog.architecture import Anatomy, CacheLayers
 from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.documents import GIB

@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spark_deploy.cli.report import read_report
-from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.config.checkout import CHECKOUT, read_mapping
 from spark_deploy.config.errors import LockError, SparkError
 from spark_deploy.config.settings.load import load_hosts
-from spark_deploy.config.yaml_files import read_mapping
 from spark_deploy.hosts.status import Evidence
 from spark_deploy.inventory.plans import read_inventory
 from spark_deploy.lock import registry

@@ -2,7 +2,7 @@ import pytest
 
 from spark_deploy.config.errors import SettingsError
 from spark_deploy.config.settings.load import read_secret
-from spark_deploy.config.settings.secrets import SecretRef
+from spark_deploy.config.settings.patterns import SecretRef
 
 
 def test_reads_secret_from_environment_file_or_command(tmp_path, monkeypatch):
