@@ -138,9 +138,9 @@ def judge_rights(rights: dict[str, Any], engine: Container) -> dict[str, bool]:
 
 def run_kernels() -> dict[str, Any]:
     import torch
+    from spark_vllm.head.choice import read_table, tile_for
+    from spark_vllm.head.compute import dequantize_rows, quantize_rows
     from spark_vllm.head.kernel import logits
-    from spark_vllm.head.quantize import dequantize_rows, quantize_rows
-    from spark_vllm.head.tiles import read_table, tile_for
 
     torch.manual_seed(0)
     weight = torch.randn(2000, 1024, device="cuda").bfloat16()

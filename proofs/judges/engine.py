@@ -224,7 +224,7 @@ def _compare_top_tokens(logits: torch.Tensor, reference: torch.Tensor) -> dict[s
 
 
 def _judge_triton_head(capture: Any, weights: Weights) -> Row:
-    from spark_vllm.head.quantize import dequantize_rows, quantize_rows
+    from spark_vllm.head.compute import dequantize_rows, quantize_rows
 
     weight = weights.of(LM_HEAD)
     own = dequantize_rows(*quantize_rows(weight), weight.shape[1])

@@ -19,11 +19,20 @@ import torch
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1]), str(HERE.parents[1] / "files" / "image")]
 
-from spark_vllm.head.choice import list_head_batches, select_fastest  # noqa: E402 # after the path above
-from spark_vllm.head.compute import Head, make_marlin_head, measure_kernels  # noqa: E402
+from spark_vllm.head.choice import (  # noqa: E402 # after the path above
+    Tile,
+    list_head_batches,
+    read_table,
+    select_fastest,
+    tile_for,
+)
+from spark_vllm.head.compute import (  # noqa: E402
+    Head,
+    make_marlin_head,
+    measure_kernels,
+    quantize_rows,
+)
 from spark_vllm.head.kernel import logits  # noqa: E402
-from spark_vllm.head.quantize import quantize_rows  # noqa: E402
-from spark_vllm.head.tiles import Tile, read_table, tile_for  # noqa: E402
 from timing import graph_us, read_gb_per_s  # noqa: E402
 
 ROWS = 248320

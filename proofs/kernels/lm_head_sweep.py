@@ -21,8 +21,8 @@ import torch
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1]), str(HERE.parents[1] / "files" / "image")]
 
-from spark_vllm.head.kernel import logits  # noqa: E402 # after the path above
-from spark_vllm.head.tiles import Tile  # noqa: E402
+from spark_vllm.head.choice import Tile  # noqa: E402 # after the path above
+from spark_vllm.head.kernel import logits  # noqa: E402
 from timing import graph_us, read_gb_per_s  # noqa: E402
 
 ROWS = 248320

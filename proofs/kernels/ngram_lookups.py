@@ -18,7 +18,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "files" / "image")]
 
-from spark_vllm.ngram.table import (  # noqa: E402 # after the path above
+from spark_vllm.ngram_table import (  # noqa: E402 # after the path above
     BLOCK_BYTES,
     FORMAT,
     Table,

@@ -19,8 +19,7 @@ from torch import Tensor
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1]), str(HERE.parents[1] / "files" / "image")]
 
-from spark_vllm.head.compute import make_marlin_head  # noqa: E402 # after the path above
-from spark_vllm.head.quantize import quantize_rows  # noqa: E402
+from spark_vllm.head.compute import make_marlin_head, quantize_rows  # noqa: E402 # path above
 from timing import graph_us, read_gb_per_s  # noqa: E402
 
 HIDDEN, WIDTH, LAYERS, BLOCK = 3072, 1024, 24, 128

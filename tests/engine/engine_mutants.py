@@ -12,12 +12,12 @@ from spark_vllm.check.rules import (
     Inherits,
     Maps,
     MissingError,
+    Row,
     Sources,
     Takes,
     bound_names,
     normalize,
 )
-from spark_vllm.check.table import Row
 
 
 class Mutant:

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 from engine_mutants import Mutant, mutations
 from spark_vllm import SUPPORTED_ENGINES
-from spark_vllm.check.rules import Sources
-from spark_vllm.check.table import TABLE, check_table, rows_for
+from spark_vllm.check.rules import TABLE, Sources, check_table, rows_for
 from wheel_sources import RELEASES, fetch
 
 from lab.engine.patch import ENGINE_VERSION

@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from spark_vllm.head.tiles import read_table, tile_for  # noqa: E402 # after the skip
+from spark_vllm.head.choice import read_table, tile_for  # noqa: E402 # after the skip
 
 TILES = sorted(read_table().items())
 ROUNDING = 0.003
@@ -13,7 +13,7 @@ BATCHES = [1, 2, 3, 8, 9, 12, 16, 17, 24, 32, 33, 64, 65, 200]
 
 
 def _head(rows, in_features):
-    from spark_vllm.head.quantize import dequantize_rows, quantize_rows
+    from spark_vllm.head.compute import dequantize_rows, quantize_rows
 
     weight = torch.randn(rows, in_features, device="cuda").bfloat16()
     values, scales = quantize_rows(weight, rows_per_block=700)
@@ -41,7 +41,7 @@ def test_every_lm_head_tile_is_correct_for_every_batch_size(name, tiles, rows, i
 
 
 def test_quantizing_lm_head_in_blocks_equals_quantizing_it_at_once():
-    from spark_vllm.head.quantize import quantize_rows
+    from spark_vllm.head.compute import quantize_rows
 
     weight = torch.randn(1000, 300, device="cuda").bfloat16()
     for in_blocks, at_once in zip(
@@ -51,7 +51,7 @@ def test_quantizing_lm_head_in_blocks_equals_quantizing_it_at_once():
 
 
 def test_quantizing_lm_head_allocates_at_most_the_result_and_five_blocks():
-    from spark_vllm.head.quantize import ROWS_PER_BLOCK, quantize_rows
+    from spark_vllm.head.compute import ROWS_PER_BLOCK, quantize_rows
 
     weight = torch.randn(16 * ROWS_PER_BLOCK, 1024, device="cuda", dtype=torch.bfloat16)
     torch.cuda.synchronize()

@@ -55,7 +55,7 @@ ROOMS: tuple[tuple[str, frozenset[str]], ...] = tuple(
         ("files/image/spark_vllm/served_names.py", ""),
         ("files/image/spark_vllm/checkpoint", "torch safetensors"),
         ("files/image/spark_vllm/head", "torch triton vllm"),
-        ("files/image/spark_vllm/ngram", "numpy torch vllm"),
+        ("files/image/spark_vllm/ngram_table.py", "numpy"),
         ("files/image/spark_vllm/qwen4_exp.py", "torch vllm"),
         ("files/image/spark_vllm/finite.py", "torch vllm"),
         ("files/image/spark_vllm/turboquant.py", "torch vllm"),

@@ -1,16 +1,47 @@
 """Qwen4Exp (Qwen3.8-Flash-Next) with tables in files and quantized heads."""
 
+# The engine starts the lookup before the layer in front of the one that needs the rows. A host
+# function in a second stream reads them, so the GPU computes that layer meanwhile, the scheduler
+# does not wait, and CUDA graphs hold the lookup like every other step.
+
 from __future__ import annotations
 
+import ctypes
+import functools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
+
 import torch
+import vllm.models.qwen4_exp.nvidia.ngram_embedding as ngram_embedding
+from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 from vllm.config import VllmConfig
+from vllm.logger import init_logger
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-from vllm.model_executor.models.utils import PPMissingLayer, maybe_prefix
+from vllm.model_executor.models.utils import PPMissingLayer, extract_layer_index, maybe_prefix
+from vllm.models.qwen4_exp.common.ngram_embedding import (
+    Qwen4ExpPLEEmbedding,
+    Qwen4ExpPLEUnquantizedEmbeddingMethod,
+)
 from vllm.models.qwen4_exp.nvidia.hyperconnection import GatedResidual
 from vllm.models.qwen4_exp.nvidia.model import Qwen4ExpForConditionalGeneration
 from vllm.models.qwen4_exp.nvidia.mtp import Qwen4ExpMTP
 
-from spark_vllm.ngram.embedding import tables_in_files
+from spark_vllm.ngram_table import (
+    GROUP,
+    Header,
+    Table,
+    TableOptions,
+    read_table_options,
+    table_path,
+)
+
+# Below "vllm.", because vLLM gives handlers only to its own logger.
+logger = init_logger("vllm.spark_vllm.ngram")
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_HostFunction = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 class SparkQwen4Exp(Qwen4ExpForConditionalGeneration):
@@ -44,3 +75,142 @@ def clear_padding(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, GatedResidual) and module.pad_size:
             module.input_mix_weight_down_block_inject.weight.data[-module.pad_size :].zero_()
+
+
+@contextmanager
+def tables_in_files(vllm_config: VllmConfig) -> Iterator[None]:
+    """Build models with tables in files if the options select files."""
+    options = read_table_options(vllm_config.additional_config, vllm_config.model_config.model)
+    if options is None:
+        yield
+        return
+    file_embedding = functools.partial(FileEmbedding, options=options)
+    with (
+        mock.patch.object(ngram_embedding, "Qwen4ExpPLEDeviceEmbedding", file_embedding),
+        mock.patch.object(ngram_embedding, "Qwen4ExpPLEPinnedHostEmbedding", file_embedding),
+    ):
+        yield
+
+
+class FileEmbedding(Qwen4ExpPLEEmbedding):
+    """Reads all rows on every rank from the file on its host."""
+
+    supports_prefetch = True
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        options: TableOptions,
+        params_dtype: torch.dtype,
+        padding_size: int,
+        prefix: str,
+        embedding_method: object,
+        num_ngram_heads: int = 1,
+        max_total_tokens: int = 0,
+        data_parallel_rank: int = 0,
+        reduce_results: bool = True,
+    ) -> None:
+        super().__init__(
+            num_embeddings,
+            embedding_dim,
+            params_dtype=params_dtype,
+            padding_size=padding_size,
+            prefix=prefix,
+            embedding_method=Qwen4ExpPLEUnquantizedEmbeddingMethod(),
+            data_parallel_rank=data_parallel_rank,
+            reduce_results=reduce_results,
+        )
+        if not reduce_results or self.etp_data_parallel_size > 1:
+            raise ValueError(
+                "--additional-config: spark.ngram_table: file does not support sequence "
+                "parallel hyper-connections or embedding_across_dp; fix: switch both off"
+            )
+        path = table_path(options.directory, extract_layer_index(prefix))
+        self.table = Table(path, options.cache_bytes)
+        header = self.table.header
+        if (header.rows, header.width) != (num_embeddings, embedding_dim):
+            raise ValueError(
+                f"{path}: has {header.rows} rows of {header.width} numbers, but config.json needs "
+                f"{num_embeddings} rows of {embedding_dim}; fix: build the checkpoint again"
+            )
+        shape = (max_total_tokens, num_ngram_heads)
+        ids = torch.empty(shape, dtype=torch.int64, device="cpu", pin_memory=True)
+        rows = torch.empty(
+            (*shape, header.row_bytes), dtype=torch.uint8, device="cpu", pin_memory=True
+        )
+        self._ids, self._rows = ids, rows
+        self._device_rows = torch.empty_like(rows, device=torch.get_default_device())
+        self._e2m1 = torch.tensor([*_E2M1, *(-number for number in _E2M1)], dtype=torch.float32)
+        self._stream = torch.cuda.Stream()
+        self._functions: dict[int, Callable[..., None]] = {}
+        logger.info(
+            "spark: n-gram table of %d rows from 1 file, %s", header.rows, header.number_format
+        )
+
+    def allocate_embedding_weight(
+        self, num_embeddings: int, embedding_dim: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        return torch.empty(0, embedding_dim, dtype=dtype)
+
+    @eager_break_during_capture  # type: ignore[untyped-decorator]
+    def start_prefetch(self, ngram_ids: torch.Tensor) -> None:
+        count = ngram_ids.shape[0]
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._ids[:count].copy_(ngram_ids, non_blocking=True)
+            launch_host_function(self._stream, self._host_function(count))
+            self._device_rows[:count].copy_(self._rows[:count], non_blocking=True)
+
+    def finalize_prefetch(self, total_tokens: int) -> torch.Tensor:
+        rows = self._device_rows.new_empty((total_tokens, self._device_rows[0].numel()))
+        self._wait_for_rows(rows)
+        return rows
+
+    @eager_break_during_capture  # type: ignore[untyped-decorator]
+    def _wait_for_rows(self, output: torch.Tensor) -> None:
+        torch.cuda.current_stream().wait_stream(self._stream)
+        output.copy_(self._device_rows[: len(output)].flatten(1))
+
+    def dequantize(self, embeddings: torch.Tensor, output_dtype: torch.dtype) -> torch.Tensor:
+        return dequantize_rows(embeddings, self.table.header, self._e2m1, output_dtype)
+
+    def _host_function(self, count: int) -> Callable[..., None]:
+        """Return a function that reads rows of ``count`` tokens; CUDA graphs keep its address."""
+        if count not in self._functions:
+            ids = self._ids[:count].flatten().numpy()
+            rows = self._rows[:count].flatten(0, 1).numpy()
+
+            def read_rows(_: object) -> None:
+                try:
+                    self.table.lookup(ids, rows)
+                except BaseException as error:  # The GPU must not compute with stale rows.
+                    os.write(2, f"spark: stopping the engine: {error}\n".encode())
+                    os._exit(1)
+
+            self._functions[count] = _HostFunction(read_rows)
+        return self._functions[count]
+
+
+def launch_host_function(stream: torch.cuda.Stream, function: Callable[..., None]) -> None:
+    """Call ``function`` on the host after all earlier work in the stream."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    status = driver.cuLaunchHostFunc(ctypes.c_void_p(stream.cuda_stream), function, None)
+    if status:
+        raise RuntimeError(f"cuLaunchHostFunc returned the error {status}")
+
+
+def dequantize_rows(
+    rows: torch.Tensor, header: Header, e2m1: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the numbers of adjacent rows, computed like the engine's own formats."""
+    rows = rows.unflatten(-1, (-1, header.row_bytes))
+    if header.number_format == "e4m3":
+        scale = torch.tensor(header.scale, dtype=dtype, device="cpu").item()
+        return (rows.view(torch.float8_e4m3fn).to(dtype) * scale).flatten(-2)
+    codes, scales = rows.split((header.width // 2, header.width // GROUP), dim=-1)
+    numbers = e2m1[torch.stack((codes & 15, codes >> 4), dim=-1).int()]
+    groups = numbers.reshape(*rows.shape[:-1], -1, GROUP)
+    factors = scales.contiguous().view(torch.float8_e4m3fn).float().unsqueeze(-1)
+    return (groups * factors * header.scale).to(dtype).flatten(-3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from spark_vllm import PORTABLE_LOAD_FORMAT, QUANT_METHOD
 
 MODELS = {
-    "Qwen3_5MoeMTP": "head.drafting:SparkQwen35MoeMTP",
+    "Qwen3_5MoeMTP": "head.method:SparkQwen35MoeMTP",
     "Qwen4ExpForConditionalGeneration": "qwen4_exp:SparkQwen4Exp",
     "Qwen4ExpMTP": "qwen4_exp:SparkQwen4ExpMTP",
 }

@@ -15,7 +15,7 @@ except ModuleNotFoundError:  # compiling does not need it, and it is large
     sys.modules["torch"] = ModuleType("torch")
 
 from spark_vllm.check import kernels
-from spark_vllm.head.tiles import Tile, read_table
+from spark_vllm.head.choice import Tile, read_table
 
 TILES = read_table()["12.1"]
 SPILLING = Tile(None, 64, 256, 1, True, 4, 2, 0)

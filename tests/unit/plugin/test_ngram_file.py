@@ -10,8 +10,7 @@ from spark_checkpoint.build.ngram_table import find_tables, table_tensors
 from spark_checkpoint.directory import read_checkpoint
 from spark_checkpoint.errors import ValidationError
 from spark_checkpoint.progress import Progress
-from spark_vllm.ngram.options import read_table_options
-from spark_vllm.ngram.table import DamagedTableError, Table, table_path
+from spark_vllm.ngram_table import DamagedTableError, Table, read_table_options, table_path
 
 from lab.model import rounding
 from lab.model.rounding import Tensor

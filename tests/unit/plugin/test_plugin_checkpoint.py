@@ -8,7 +8,7 @@ from plugin_hybrids import INDEX, OVERLAY_FILE, Hybrid
 from plugin_sources import EXPERTS, LAYERS, write_sources
 from spark_checkpoint.build import comparison
 from spark_contract.builder_api import expand_all
-from spark_vllm.checkpoint import scales
+from spark_vllm.checkpoint import headers
 from spark_vllm.checkpoint.gate import check_checkpoint, find_missing_modules, list_mtp_modules
 from spark_vllm.checkpoint.settings import read_settings
 
@@ -290,7 +290,7 @@ def test_rejects_implausible_scales(write, layout, damage):
 
 def test_builder_and_plugin_have_the_same_scale_limits() -> None:
     limits = (comparison._MIN_RATIO, comparison._MAX_RATIO)
-    assert limits == (scales.MIN_SCALE_RATIO, scales.MAX_SCALE_RATIO)
+    assert limits == (headers.MIN_SCALE_RATIO, headers.MAX_SCALE_RATIO)
 
 
 def multiply_scales(factor):

@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from spark_vllm.head.tiles import TABLE_PATH, read_table, tile_for, tiles_for
+from spark_vllm.head.choice import TABLE_PATH, read_table, tile_for, tiles_for
 
 SHARED_BYTES = {"12.1": 99 * 1024, "default": 48 * 1024, "9.0": 227 * 1024}
 

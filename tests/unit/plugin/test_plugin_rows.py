@@ -5,7 +5,7 @@ from textwrap import indent
 import pytest
 import yaml
 from spark_vllm import SUPPORTED_ENGINES
-from spark_vllm.check import rules, table
+from spark_vllm.check import rules
 
 IMAGE = Path(__file__).parents[3] / "files" / "image"
 REASON = "reason: the loader calls it"
@@ -32,8 +32,8 @@ def written(path, rows, names="{base: 'vllm.a:B'}"):
 @pytest.mark.parametrize("requirement", RULES)
 def test_parses_every_kind_of_requirement(tmp_path, requirement):
     rows = f"- symbol: $base.c\n  requires: {requirement}\n  {REASON}"
-    read = table.read_rows(written(tmp_path / "rows.yml", rows))
-    expected = table.Row(
+    read = rules.read_rows(written(tmp_path / "rows.yml", rows))
+    expected = rules.Row(
         "vllm.a:B.c", RULES[requirement], "the loader calls it", "register.py", SUPPORTED_ENGINES
     )
     assert read == (expected,)
@@ -41,7 +41,7 @@ def test_parses_every_kind_of_requirement(tmp_path, requirement):
 
 def test_row_can_list_versions_and_names_can_refer_to_names(tmp_path):
     rows = f"- symbol: $b\n  requires: exists\n  {REASON}\n  versions: [{SUPPORTED_ENGINES[1]}]"
-    [row] = table.read_rows(written(tmp_path / "rows.yml", rows, "{a: vllm.a, b: '$a:B'}"))
+    [row] = rules.read_rows(written(tmp_path / "rows.yml", rows, "{a: vllm.a, b: '$a:B'}"))
     assert (row.symbol, row.versions) == ("vllm.a:B", (SUPPORTED_ENGINES[1],))
 
 
@@ -74,7 +74,7 @@ def test_rejects_invalid_row(tmp_path, case):
     text, words = WRONG[case]
     path = written(tmp_path / "rows.yml", f"- symbol: $base.c\n  {text}\n  {REASON}")
     with pytest.raises(ValueError, match=re.escape(words)) as error:
-        table.read_rows(path)
+        rules.read_rows(path)
     assert str(error.value).startswith(f"{path}: register.py: row 1: ")
     assert "$base.c" in str(error.value)
     assert "fix: " in str(error.value)
@@ -86,15 +86,15 @@ def test_rejects_invalid_row(tmp_path, case):
 )
 def test_rejects_duplicate_key_and_invalid_yaml(tmp_path, text, words):
     with pytest.raises(ValueError, match=f"rows.yml: (.|\n)*{words}(.|\n)*line [45]"):
-        table.read_rows(written(tmp_path / "rows.yml", f"- symbol: a:b\n  {text}\n  {REASON}"))
+        rules.read_rows(written(tmp_path / "rows.yml", f"- symbol: a:b\n  {text}\n  {REASON}"))
 
 
 def test_rejects_unknown_name_and_key(tmp_path):
     row = f"- symbol: $bace.c\n  requires: exists\n  {REASON}"
     with pytest.raises(ValueError, match=r"row 1: .*\$bace\.c.*: unknown name .*, expected base"):
-        table.read_rows(written(tmp_path / "rows.yml", row))
+        rules.read_rows(written(tmp_path / "rows.yml", row))
     with pytest.raises(ValueError, match="expected names, and rows for each file"):
-        table.read_rows(written(tmp_path / "rows.yml", row, "{base: vllm}\nmore: 1"))
+        rules.read_rows(written(tmp_path / "rows.yml", row, "{base: vllm}\nmore: 1"))
 
 
 @pytest.mark.slow
@@ -102,5 +102,5 @@ def test_table_contains_every_file():
     files = sorted((IMAGE / "spark_vllm/check").glob("*.yml"))
     tables = [yaml.safe_load(path.read_text())["rows"] for path in files]
     stated = [row for by_file in tables for rows in by_file.values() for row in rows]
-    assert len(stated) == len(table.TABLE) > 100
-    assert {row["reason"] for row in stated} == {row.reason for row in table.TABLE}
+    assert len(stated) == len(rules.TABLE) > 100
+    assert {row["reason"] for row in stated} == {row.reason for row in rules.TABLE}

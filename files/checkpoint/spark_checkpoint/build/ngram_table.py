@@ -1,6 +1,6 @@
 """Write the n-gram embedding table (PLE) of a checkpoint to a file of verifiable blocks.
 
-``spark_vllm.ngram.table`` reads the file and describes it.
+``spark_vllm.ngram_table`` reads the file and describes it.
 """
 
 import itertools

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from spark_vllm.head.tiles import Tile, read_table
+from spark_vllm.head.choice import GROUP_SIZE, Tile, read_table
 
 SPARK = 121  # compute capability 12.1
 SHARED_BYTES = 99 * 1024
@@ -58,7 +58,6 @@ def compile_all() -> Iterator[tuple[str, Usage]]:
 def compile_head(tile: Tile, shape: str = "aligned") -> Usage:
     """Compile the logits kernel for sizes that are multiples of 16, or ``odd``."""
     from spark_vllm.head import kernel
-    from spark_vllm.head.quantize import GROUP_SIZE
 
     x = "*i8" if tile.split else "*bf16"
     scale = "*fp32" if tile.split else "*bf16"
@@ -83,7 +82,6 @@ def compile_head(tile: Tile, shape: str = "aligned") -> Usage:
 
 def compile_splitting() -> Usage:
     from spark_vllm.head import kernel
-    from spark_vllm.head.quantize import GROUP_SIZE
 
     types = {"x_ptr": "*bf16", "halves_ptr": "*i8", "x_scale_ptr": "*fp32", "batch": "i32"}
     types |= {"in_features": "i32", "groups": "i32"}

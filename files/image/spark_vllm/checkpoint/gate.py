@@ -11,9 +11,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from spark_vllm.checkpoint import names
-from spark_vllm.checkpoint.headers import INDEX, Headers, read_headers
+from spark_vllm.checkpoint.headers import INDEX, Headers, find_scale_problems, read_headers
 from spark_vllm.checkpoint.names import FP8_WEIGHT, TEXT_LAYERS
-from spark_vllm.checkpoint.scales import find_scale_problems
 from spark_vllm.checkpoint.settings import Settings
 
 # Layers of the same kind have the same modules, and every layer has every expert, so comparing

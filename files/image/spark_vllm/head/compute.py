@@ -1,4 +1,4 @@
-"""Compute an LM head with our kernel, with Marlin or in BF16, and measure the times."""
+"""Quantize an LM head, compute it with our kernel, with Marlin or in BF16, and measure times."""
 
 from __future__ import annotations
 
@@ -7,13 +7,55 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from spark_vllm.head.quantize import GROUP_SIZE
-from spark_vllm.head.tiles import read_table, tile_for, tiles_for
+from spark_vllm.head.choice import GROUP_SIZE, read_table, tile_for, tiles_for
+
+ROWS_PER_BLOCK = 8192
+LARGEST = 127
 
 Head = Callable[[torch.Tensor], torch.Tensor]
 
 _LAUNCHES = 4
 _REPLAYS = 9
+
+
+def quantize_rows(
+    weight: torch.Tensor, rows_per_block: int = ROWS_PER_BLOCK
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``weight`` as INT8 values and scales.
+
+    Values use the scale *as stored* in BF16, so rounding the scale adds no error.
+
+    Args:
+        weight: ``[rows, in]``, any float dtype.
+        rows_per_block: rows converted at once.
+
+    Returns:
+        int8 ``[rows, in rounded up to 128]``, padded with zeros, and BF16 scales
+        ``[groups, rows]``.
+    """
+    rows, in_features = weight.shape
+    groups = -(-in_features // GROUP_SIZE)
+    device = weight.device
+    values = torch.zeros((rows, groups * GROUP_SIZE), dtype=torch.int8, device=device)
+    scales = torch.empty((groups, rows), dtype=torch.bfloat16, device=device)
+    for start in range(0, rows, rows_per_block):
+        block = slice(start, min(start + rows_per_block, rows))
+        source = torch.nn.functional.pad(
+            weight[block].float(), (0, groups * GROUP_SIZE - in_features)
+        ).view(-1, groups, GROUP_SIZE)
+        scale = (source.abs().amax(-1) / LARGEST).to(torch.bfloat16)
+        scales[:, block] = scale.t()
+        divisor = torch.where(scale == 0, 1, scale).float().unsqueeze(-1)
+        rounded = (source / divisor).round_().clamp_(-LARGEST, LARGEST)
+        values[block] = rounded.to(torch.int8).view(-1, groups * GROUP_SIZE)
+    return values, scales
+
+
+def dequantize_rows(values: torch.Tensor, scales: torch.Tensor, in_features: int) -> torch.Tensor:
+    """Return the float32 weight ``[rows, in_features]`` that the kernel uses."""
+    groups, rows = scales.shape
+    wide = values.float().view(rows, groups, GROUP_SIZE) * scales.t().float().unsqueeze(-1)
+    return wide.view(rows, -1)[:, :in_features]
 
 
 def make_own_head(values: torch.Tensor, scales: torch.Tensor, weight: torch.Tensor) -> Head:

@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from spark_vllm.head.quantize import GROUP_SIZE
-from spark_vllm.head.tiles import Tile
+from spark_vllm.head.choice import GROUP_SIZE, Tile
 
 LARGEST_HALF_SUM = 32512
 """Largest 16-bit activation: 127 * 256, so that the upper half fits in INT8 after rounding."""

@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.models.qwen3_5_mtp import Qwen3_5MoeMTP
 from vllm.model_executor.utils import set_weight_attrs
 
 from spark_vllm.head.choice import (
@@ -30,9 +31,13 @@ from spark_vllm.head.choice import (
     read_choice,
     save_fastest,
 )
-from spark_vllm.head.compute import Head, make_marlin_head, make_own_head, measure_kernels
-from spark_vllm.head.drafting import DraftHead
-from spark_vllm.head.quantize import quantize_rows
+from spark_vllm.head.compute import (
+    Head,
+    make_marlin_head,
+    make_own_head,
+    measure_kernels,
+    quantize_rows,
+)
 
 # Below "vllm.", because vLLM gives handlers only to its own logger.
 logger = init_logger("vllm.spark_vllm.lm_head")
@@ -106,6 +111,18 @@ def _make_head(
     if kernel == "own":
         return make_own_head(values, scales, weight)
     return make_marlin_head(values, scales)
+
+
+class DraftHead:
+    """Rows of a head, by token id; all other logits are -inf."""
+
+    def __init__(self, head: Head, token_ids: torch.Tensor) -> None:
+        self.head, self.token_ids = head, token_ids
+
+    def __call__(self, x: torch.Tensor, vocabulary: int) -> torch.Tensor:
+        """Return logits ``[tokens, vocabulary]`` for hidden states ``[tokens, inputs]``."""
+        logits = x.new_full((x.shape[0], vocabulary), float("-inf"))
+        return logits.index_copy_(1, self.token_ids, self.head(x))
 
 
 class Int8Head(QuantizeMethodBase):
@@ -197,3 +214,19 @@ class Int8Head(QuantizeMethodBase):
             "--additional-config: spark.lm_head: this model shares the head with the embedding; "
             "fix: remove the option"
         )
+
+
+class SparkQwen35MoeMTP(Qwen3_5MoeMTP):
+    """Uses the draft head, if any, of the LM head that it shares with the target.
+
+    The target verifies drafts with all rows of its head, so answers do not change.
+    """
+
+    def compute_logits(
+        self, hidden_states: torch.Tensor, spec_step_idx: int = 0
+    ) -> torch.Tensor | None:
+        head = getattr(self.lm_head.quant_method, "draft_head", None)
+        if head is None:
+            return super().compute_logits(hidden_states, spec_step_idx)
+        logits: torch.Tensor = head(hidden_states, self.config.vocab_size)
+        return logits

@@ -11,7 +11,7 @@ import json
 import mmap
 import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,9 @@ BLOCK_BYTES = 4096
 _CHECKED_BYTES = BLOCK_BYTES - 4
 GROUP = 16
 """Number of adjacent values in a row that share a scale, in format ``e2m1``."""
+
+OPTION, CACHE_OPTION = "ngram_table", "ngram_cache_mib"
+_CACHE_MIB = 1024
 
 Ids = NDArray[np.int64]
 Rows = NDArray[np.uint8]
@@ -172,3 +175,34 @@ class Table:
         if _checksum(self._block, number) != self._block[_CHECKED_BYTES:]:
             raise DamagedTableError(self.path, f"block {number} is damaged")
         self._verified[number] = True
+
+
+@dataclass(frozen=True)
+class TableOptions:
+    directory: Path  # of the checkpoint
+    cache_bytes: int
+
+
+def read_table_options(additional: Any, directory: str | Path) -> TableOptions | None:
+    """Return directory and cache size for tables in files, or None if tables are tensors."""
+    spark = additional.get("spark", {}) if isinstance(additional, Mapping) else {}
+    choice, cache_mib = spark.get(OPTION), spark.get(CACHE_OPTION, _CACHE_MIB)
+    if choice not in (None, "file"):
+        raise ValueError(
+            f'--additional-config: spark.{OPTION}: {choice!r}, expected "file"; '
+            'fix: use "file", or remove the option'
+        )
+    if not isinstance(cache_mib, int) or cache_mib < 1:
+        raise ValueError(
+            f"--additional-config: spark.{CACHE_OPTION}: {cache_mib!r}, expected a number of MiB "
+            "from 1; fix: use such a number, or remove the option"
+        )
+    has_files = any(Path(directory).glob("ngram-table-*.bin"))
+    if has_files != (choice == "file"):
+        state = "has" if has_files else "lacks"
+        raise ValueError(
+            f"--additional-config: spark.{OPTION}: {choice!r}, but the checkpoint {state} "
+            'ngram-table files; fix: use "file" if the checkpoint has them, and remove the option '
+            "otherwise"
+        )
+    return TableOptions(Path(directory), cache_mib << 20) if choice else None

@@ -1,1 +1,0 @@
-"""N-gram embedding tables (PLE) of Qwen4Exp that stay in a file."""
