@@ -8,7 +8,6 @@ from spark_vllm.check.rules import (
     Absent,
     Contains,
     Does,
-    DoesNot,
     Inherits,
     Maps,
     MissingError,
@@ -178,9 +177,9 @@ def _mutate_rule(rule: object) -> Iterator[tuple[str, Mutation]]:
             yield "constant flipped", constant_flipped(value)
         case Maps(entries):
             yield from ((f"{key} flipped", entry_flipped(key)) for key, _ in entries)
-        case Does(expressions):
+        case Does(expressions, True):
             yield from ((f"without {text}", without(text)) for text in expressions)
-        case DoesNot(expressions):
+        case Does(expressions):
             yield from ((f"with {text}", with_expression(text)) for text in expressions)
 
 

@@ -142,7 +142,7 @@ def test_engine_accepts_drafts_of_an_int4_drafter_with_sampling(engine, sources,
     assert answers["drafts"] > 0
     packed = len(order["drafter_int4"])
     assert packed == 8 * 3 + 4
-    assert re.search(rf"dequantised \d+ tensors .*int4 {packed}\b.* for Qwen3_5MoeMTP", log)
+    assert re.search(rf"dequantized \d+ tensors .*int4 {packed}\b.* for Qwen3_5MoeMTP", log)
 
 
 def test_engine_rejects_a_missing_scale_before_loading(engine, hybrid, work):
@@ -151,7 +151,7 @@ def test_engine_rejects_a_missing_scale_before_loading(engine, hybrid, work):
     name = next(name for name in index["weight_map"] if name.endswith("weight_scale_inv_fp8"))
     del index["weight_map"][name]
     (tree / hybrids.INDEX).write_text(json.dumps(index))
-    assert f"no {name}" in engine.refusal("engine_config.py", tree)
+    assert f"lacks {name}" in engine.refusal("engine_config.py", tree)
 
 
 def test_engine_rejects_a_nan_scale_and_names_the_tensor(engine, hybrid, work):

@@ -56,7 +56,6 @@ def test_requirements_list_every_engine_import_of_the_plugin():
 
 
 NEW_METHODS = {
-    "SparkIncConfig.enter_portable_mode",
     "Int8Head._choose_kernel",
     "FileEmbedding._wait_for_rows",
     "FileEmbedding._host_function",

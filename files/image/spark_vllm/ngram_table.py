@@ -38,12 +38,6 @@ def table_path(directory: str | Path, layer: int) -> Path:
     return Path(directory) / f"ngram-table-{layer}.bin"
 
 
-def row_bytes(number_format: str, width: int) -> int:
-    if number_format == "e4m3":
-        return width
-    return width // 2 + width // GROUP
-
-
 @dataclass(frozen=True)
 class Header:
     rows: int
@@ -53,7 +47,8 @@ class Header:
 
     @property
     def row_bytes(self) -> int:
-        return row_bytes(self.number_format, self.width)
+        e4m3 = self.number_format == "e4m3"
+        return self.width if e4m3 else self.width // 2 + self.width // GROUP
 
     @property
     def rows_per_block(self) -> int:
@@ -148,10 +143,9 @@ class Table:
         blocks += 1
         numbers = np.unique(blocks)
         unverified = numbers[~self._verified[numbers]].tolist()
-        for number in (
-            numbers.tolist() if len(numbers) > 1 else []
-        ):  # a single read needs no prefetch
-            self._prefetch(number)
+        if len(numbers) > 1:  # A single read needs no prefetch.
+            for number in numbers.tolist():
+                self._prefetch(number)
         for number in unverified:
             self._verify_block(number)
         if os.fstat(self._file).st_size != self.header.file_bytes:  # reading would be fatal

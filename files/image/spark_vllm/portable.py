@@ -32,13 +32,12 @@ class PortableLoader(BaseModelLoader):
 
         Raise ValueError if the checkpoint is not a hybrid.
         """
-        enter = getattr(vllm_config.quant_config, "enter_portable_mode", None)
-        if enter is None:
+        if not hasattr(vllm_config.quant_config, "portable"):
             raise ValueError(
                 f"--load-format {PORTABLE_LOAD_FORMAT}: {model_config.model} is not a hybrid "
                 "checkpoint; fix: remove this option"
             )
-        enter()
+        vllm_config.quant_config.portable = True
         model: torch.nn.Module = super().load_model(
             vllm_config=vllm_config, model_config=model_config, prefix=prefix
         )

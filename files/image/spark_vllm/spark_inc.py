@@ -79,7 +79,7 @@ class SparkIncConfig(INCConfig):
             "%s: %d FP8 block names in %d modules, block_shape=%s",
             QUANT_METHOD,
             len(self.settings.fp8_modules),
-            len(names.fused_modules(self.settings.fp8_modules, names.FUSED)),
+            len(names.fused_modules(self.settings.fp8_modules)),
             list(self.settings.block_shape),
         )
 
@@ -94,9 +94,6 @@ class SparkIncConfig(INCConfig):
         if self.portable:
             return mapper
         return mapper | WeightsMapper(orig_to_new_regex=dict(self.settings.rules))
-
-    def enter_portable_mode(self) -> None:
-        self.portable = True
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Return block FP8 for listed modules, 16 bits in portable mode, else INC's method."""

@@ -20,7 +20,7 @@ RULES = {
     "{contains: text}": rules.Contains("text"),
     "{maps: {a.: null, b: [c, d]}}": rules.Maps((("a.", None), ("b", ["c", "d"]))),
     "{does: ['f(a, b)', c]}": rules.Does(("f(a, b)", "c")),
-    "{does_not: [f]}": rules.DoesNot(("f",)),
+    "{does_not: [f]}": rules.Does(("f",), expected=False),
 }
 
 

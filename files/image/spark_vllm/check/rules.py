@@ -197,26 +197,14 @@ def _literals(node: ast.Dict) -> Iterator[tuple[str, object]]:
 @dataclass(frozen=True)
 class Does(Rule):
     expressions: tuple[str, ...]
+    expected: bool = True
 
     def _violations(self, node: ast.stmt) -> Iterator[str]:
         text = ast.unparse(node)
-        missing = (
-            expression for expression in self.expressions if normalize(expression) not in text
-        )
-        yield from (f"no longer contains `{expression}`" for expression in missing)
-
-
-@dataclass(frozen=True)
-class DoesNot(Rule):
-    expressions: tuple[str, ...]
-
-    def _violations(self, node: ast.stmt) -> Iterator[str]:
-        text = ast.unparse(node)
-        yield from (
-            f"contains `{expression}`"
-            for expression in self.expressions
-            if normalize(expression) in text
-        )
+        problem = "no longer contains" if self.expected else "contains"
+        for expression in self.expressions:
+            if (normalize(expression) in text) is not self.expected:
+                yield f"{problem} `{expression}`"
 
 
 def normalize(expression: str) -> str:
@@ -310,7 +298,7 @@ def _parse_rule(requirement: Any) -> Rule:
         case {"does": [_, *_] as expressions} if len(requirement) == 1:
             return Does(_parse_strings(expressions))
         case {"does_not": [_, *_] as expressions} if len(requirement) == 1:
-            return DoesNot(_parse_strings(expressions))
+            return Does(_parse_strings(expressions), expected=False)
     raise ValueError(
         "expected exists, absent, inherits, contains, maps, does, does_not, "
         "or takes with keywords and decorator"

@@ -138,15 +138,7 @@ MTP_STREAMS = (
 def check_checkpoint(
     directory: str, settings: Settings, *, layers: int, mtp_layers: int, experts: int
 ) -> None:
-    """Reject a checkpoint that differs from its ``config.json``.
-
-    Args:
-        directory: the checkpoint.
-        settings: formats from ``config.json``.
-        layers: number of layers in the text model.
-        mtp_layers: number of layers in the drafter.
-        experts: number of routed experts per layer.
-    """
+    """Reject a checkpoint that differs from its ``config.json``; ``experts`` is per layer."""
     path = Path(directory)
     if not path.is_dir():
         raise ValueError(

@@ -56,16 +56,15 @@ def are_all_shards_listed(
     )
 
 
-def fused_modules(modules: Iterable[str], packed: Mapping[str, Sequence[str]]) -> list[str]:
-    listed = dict.fromkeys(modules)
-    fused_names = {shard: fused for fused, shards in packed.items() for shard in shards}
-    result: dict[str, None] = {}
-    for module in listed:
+def fused_modules(modules: Collection[str]) -> set[str]:
+    fused_names = {shard: fused for fused, shards in FUSED.items() for shard in shards}
+    result = set()
+    for module in modules:
         parent, _, last = module.rpartition(".")
-        name = f"{parent}.{fused_names[last]}" if last in fused_names else module
-        are_all_shards_listed(name, listed, packed)
-        result[name] = None
-    return list(result)
+        result.add(f"{parent}.{fused_names[last]}" if last in fused_names else module)
+    for name in result:
+        are_all_shards_listed(name, modules, FUSED)
+    return result
 
 
 def overlay_rules(

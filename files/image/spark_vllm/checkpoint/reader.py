@@ -36,14 +36,10 @@ def infer_bits(qweight: torch.Tensor, scales: torch.Tensor, group_size: int) -> 
 
 
 def unpack_gptq(qweight: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the signed integers of a symmetric GPTQ-packed weight.
+    """Return the signed integers, ``[in, out]``, of a symmetric GPTQ-packed weight.
 
-    Args:
-        qweight: int32 ``[in * bits / 32, out]``; first input in the lowest bits.
-        bits: width of a value; stored with the bias ``2 ** (bits - 1)``.
-
-    Returns:
-        int16 ``[in, out]``.
+    ``qweight`` is int32 ``[in * bits / 32, out]`` with the first input in the lowest bits; values
+    are stored with the bias ``2 ** (bits - 1)``.
     """
     shifts = torch.arange(0, INT32_BITS, bits, dtype=torch.int32)
     values = (qweight.unsqueeze(1) >> shifts.view(1, -1, 1)) & (2**bits - 1)
@@ -51,13 +47,7 @@ def unpack_gptq(qweight: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def dequantize_gptq(qweight: torch.Tensor, scales: torch.Tensor, group_size: int) -> torch.Tensor:
-    """Return the BF16 weight ``[out, in]`` of a symmetric GPTQ-packed module.
-
-    Args:
-        qweight: int32 ``[in * bits / 32, out]``.
-        scales: FP16 or BF16 ``[in / group_size, out]``.
-        group_size: inputs that share a scale.
-    """
+    """Return the BF16 weight ``[out, in]``; ``scales`` are 16-bit ``[in / group_size, out]``."""
     values = unpack_gptq(qweight, infer_bits(qweight, scales, group_size))
     grouped = values.view(scales.shape[0], group_size, -1).float()
     grouped *= scales.to(torch.bfloat16).float().unsqueeze(1)
@@ -67,12 +57,9 @@ def dequantize_gptq(qweight: torch.Tensor, scales: torch.Tensor, group_size: int
 def dequantize_fp8_blocks(
     weight: torch.Tensor, scale: torch.Tensor, block_shape: tuple[int, int]
 ) -> torch.Tensor:
-    """Return the BF16 weight ``[out, in]`` of a block-scaled FP8 module.
+    """Return the BF16 form of a float8_e4m3fn weight ``[out, in]``.
 
-    Args:
-        weight: float8_e4m3fn ``[out, in]``.
-        scale: BF16 or FP32 ``[ceil(out / rows), ceil(in / columns)]``.
-        block_shape: (rows, columns) of a block.
+    ``scale`` is BF16 or FP32 ``[ceil(out / rows), ceil(in / columns)]``.
     """
     rows, columns = block_shape
     out_features, in_features = weight.shape

@@ -13,9 +13,6 @@ from spark_vllm.checkpoint import names
 BLOCK_SHAPE = (128, 128)
 """The only block shape of FP8 sources and of vLLM's block kernels."""
 
-LAYOUTS = ("overlay", "full")
-HEADS = ("keep", "int8-g128")
-
 
 @dataclass(frozen=True)
 class Settings:
@@ -23,20 +20,12 @@ class Settings:
 
     fp8_modules: tuple[str, ...]  # checkpoint names
     block_shape: tuple[int, int]
-    layout: str  # "overlay" | "full"
-    head: str
+    overlay: bool  # 16-bit weights and their replacements are both in the files
+    head_int8: bool
     bits: int
     group_size: int
     block_names: tuple[str, ...]  # modules below these are quantized, unless extra lists them
     extra: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-
-    @property
-    def overlay(self) -> bool:
-        return self.layout == "overlay"
-
-    @property
-    def head_int8(self) -> bool:
-        return self.head != "keep"
 
     @property
     def rules(self) -> list[Any]:
@@ -57,20 +46,20 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
     _require(isinstance(block, Mapping), "fp8_block", config, "{modules, block_shape}")
     spark = config.get("spark", {})
     layout, head = spark.get("layout", "full"), spark.get("head", "keep")
-    _require(layout in LAYOUTS, "spark.layout", spark, " or ".join(LAYOUTS))
-    _require(head in HEADS, "spark.head", spark, " or ".join(HEADS))
+    _require(layout in ("overlay", "full"), "spark.layout", spark, "overlay or full")
+    _require(head in ("keep", "int8-g128"), "spark.head", spark, "keep or int8-g128")
     shape = tuple(block.get("block_shape", ()))  # type: ignore[union-attr] # checked above
     _require(shape == BLOCK_SHAPE, "fp8_block.block_shape", config, list(BLOCK_SHAPE))
     modules = tuple(block.get("modules", ()))  # type: ignore[union-attr] # checked above
     _require(modules == tuple(dict.fromkeys(modules)), "fp8_block.modules", config, "unique names")
-    names.fused_modules(modules, names.FUSED)
+    names.fused_modules(modules)
     extra = dict(config.get("extra_config") or {})
     _check_extra(extra, int(group_size or 0))
     settings = Settings(
         fp8_modules=modules,
         block_shape=BLOCK_SHAPE,
-        layout=layout,
-        head=head,
+        overlay=layout == "overlay",
+        head_int8=head != "keep",
         bits=int(bits or 0),
         group_size=int(group_size or 0),
         block_names=_read_block_names(config),

@@ -7,7 +7,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 KERNELS = ("own", "marlin", "bf16")
 FALLBACK = "marlin"
@@ -87,17 +86,6 @@ def save_fastest(path: Path, setup: HeadSetup, times: Times) -> str:
     return choice
 
 
-def describe_times(times: Times, batches: Sequence[int]) -> str:
-    return "; ".join(
-        f"{kernel} {', '.join(f'{row[batch]:.0f}' for batch in batches)}"
-        for kernel, row in times.items()
-    )
-
-
-TABLE_PATH = Path(__file__).with_name("tiles.json")
-"""The shipped table. Every tile is correct for any batch and shape; only speed differs."""
-
-
 @dataclass(frozen=True)
 class Tile:
     """Block sizes and options of the kernel for batches up to ``max_batch``."""
@@ -116,23 +104,13 @@ class Tile:
     keep_output: bool = False  # logits stay in the cache, where the sampler reads them next
 
 
-def read_table(path: Path = TABLE_PATH) -> dict[str, tuple[Tile, ...]]:
+def read_table() -> dict[str, tuple[Tile, ...]]:
     """Return the tiles per compute capability (``"12.1"``) and for ``"default"``.
 
-    Raise ValueError if limits do not rise to null, or if the default is missing.
+    Every tile is correct for any batch and shape; only speed differs.
     """
-    data: Mapping[str, Any] = json.loads(path.read_text())
-    table = {name: tuple(Tile(**tile) for tile in tiles) for name, tiles in data["tiles"].items()}
-    for name, tiles in table.items():
-        limits = [tile.max_batch for tile in tiles]
-        if limits != [*sorted({limit for limit in limits if limit is not None}), None]:
-            raise ValueError(
-                f"{path}: tiles of {name!r} have limits {limits}; "
-                "fix: sort them, with null only at the end"
-            )
-    if "default" not in table:
-        raise ValueError(f"{path}: lacks tiles named 'default'; fix: add them")
-    return table
+    table = json.loads(Path(__file__).with_name("tiles.json").read_text())["tiles"]
+    return {name: tuple(Tile(**tile) for tile in tiles) for name, tiles in table.items()}
 
 
 def tiles_for(capability: tuple[int, int], table: Mapping[str, Sequence[Tile]]) -> Sequence[Tile]:

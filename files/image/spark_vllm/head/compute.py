@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from spark_vllm.head.choice import GROUP_SIZE, read_table, tile_for, tiles_for
+from spark_vllm.head.choice import GROUP_SIZE, KERNELS, read_table, tile_for, tiles_for
 
 ROWS_PER_BLOCK = 8192
 LARGEST = 127
@@ -21,17 +21,10 @@ _REPLAYS = 9
 def quantize_rows(
     weight: torch.Tensor, rows_per_block: int = ROWS_PER_BLOCK
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``weight`` as INT8 values and scales.
+    """Quantize ``[rows, in]`` of any float dtype, ``rows_per_block`` rows at once.
 
-    Values use the scale *as stored* in BF16, so rounding the scale adds no error.
-
-    Args:
-        weight: ``[rows, in]``, any float dtype.
-        rows_per_block: rows converted at once.
-
-    Returns:
-        int8 ``[rows, in rounded up to 128]``, padded with zeros, and BF16 scales
-        ``[groups, rows]``.
+    Return int8 ``[rows, in rounded up to 128]``, padded with zeros, and BF16 scales
+    ``[groups, rows]``. Values use the scale *as stored*, so rounding the scale adds no error.
     """
     rows, in_features = weight.shape
     groups = -(-in_features // GROUP_SIZE)
@@ -105,6 +98,16 @@ def make_marlin_head(values: torch.Tensor, scales: torch.Tensor) -> Head:
     )
 
 
+def make_head(
+    kernel: str, values: torch.Tensor, scales: torch.Tensor, weight: torch.Tensor
+) -> Head:
+    if kernel == "bf16":
+        return lambda x: x @ weight.t()
+    if kernel == "own":
+        return make_own_head(values, scales, weight)
+    return make_marlin_head(values, scales)
+
+
 def pack_gptq(values: torch.Tensor) -> torch.Tensor:
     """Return INT8 rows in GPTQ packing: int32 ``[in / 4, rows]``, first input lowest."""
     rows, in_features = values.shape
@@ -138,11 +141,7 @@ def time_us(head: Head, x: torch.Tensor) -> float:
 def measure_kernels(
     weight: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, batches: Sequence[int]
 ) -> dict[str, dict[int, float]]:
-    heads: dict[str, Head] = {
-        "own": make_own_head(values, scales, weight),
-        "marlin": make_marlin_head(values, scales),
-        "bf16": lambda x: x @ weight.t(),
-    }
+    heads = {kernel: make_head(kernel, values, scales, weight) for kernel in KERNELS}
     inputs = {
         batch: torch.randn(batch, weight.shape[1], dtype=weight.dtype, device=weight.device)
         for batch in batches

@@ -212,12 +212,14 @@ def logits(
             **launch,
         )
         x = halves
+    if tile.bulk_copies:
+        weight = TensorDescriptor.from_tensor(weight, [tile.block_n, GROUP_SIZE])
     tiles = triton.cdiv(rows, tile.block_n) * triton.cdiv(batch, tile.block_m)
     programs = min(tiles, tile.programs_per_processor * processors or tiles)
     _logits_kernel[(programs,)](
         x,
         x_scale,
-        _make_descriptor(weight, tile) if tile.bulk_copies else weight,
+        weight,
         scales,
         out,
         batch,
@@ -239,7 +241,3 @@ def logits(
         **launch,
     )
     return out
-
-
-def _make_descriptor(weight: torch.Tensor, tile: Tile) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(weight, [tile.block_n, GROUP_SIZE])

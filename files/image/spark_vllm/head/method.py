@@ -25,7 +25,6 @@ from spark_vllm.head.choice import (
     IMAGE_VARIABLE,
     KERNELS,
     HeadSetup,
-    describe_times,
     frequent_token_ids,
     list_head_batches,
     read_choice,
@@ -33,8 +32,7 @@ from spark_vllm.head.choice import (
 )
 from spark_vllm.head.compute import (
     Head,
-    make_marlin_head,
-    make_own_head,
+    make_head,
     measure_kernels,
     quantize_rows,
 )
@@ -103,16 +101,6 @@ def read_driver_version() -> str:
         nvmlShutdown()
 
 
-def _make_head(
-    kernel: str, values: torch.Tensor, scales: torch.Tensor, weight: torch.Tensor
-) -> Head:
-    if kernel == "bf16":
-        return lambda x: x @ weight.t()
-    if kernel == "own":
-        return make_own_head(values, scales, weight)
-    return make_marlin_head(values, scales)
-
-
 class DraftHead:
     """Rows of a head, by token id; all other logits are -inf."""
 
@@ -158,14 +146,14 @@ class Int8Head(QuantizeMethodBase):
             # Parameters, so that the engine counts and moves them.
             layer.register_parameter("head_int8", Parameter(values, requires_grad=False))
             layer.register_parameter("head_scales", Parameter(scales, requires_grad=False))
-        self.head = _make_head(kernel, values, scales, weight)
+        self.head = make_head(kernel, values, scales, weight)
         rows, in_features = weight.shape
         if count := self.options.draft_vocabulary:
             ids = frequent_token_ids(self.options.tokenizer, count, layer.org_vocab_size)
             index = torch.tensor(ids, device=weight.device)
             # Rows are the second dimension of scales.
             draft_scales = scales.index_select(1, index)
-            head = _make_head(kernel, values[index], draft_scales, weight[index])
+            head = make_head(kernel, values[index], draft_scales, weight[index])
             self.draft_head = DraftHead(head, index)
             logger.info("spark drafts from %d of %d tokens", len(ids), layer.org_vocab_size)
         if kernel != "bf16":
@@ -193,11 +181,7 @@ class Int8Head(QuantizeMethodBase):
         if choice is None:
             times = measure_kernels(weight, values, scales, setup.batches)
             choice = save_fastest(path, setup, times)
-            logger.info(
-                "spark int8-triton head: us at batches %s: %s",
-                list(setup.batches),
-                describe_times(times, setup.batches),
-            )
+            logger.info("spark int8-triton head: us at batches: %s", times)
         return choice
 
     def apply(
