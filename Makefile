@@ -37,7 +37,7 @@ test: venv ## unit tests and the core lab tests, from nothing (root)
 	@$(MAKE) --no-print-directory --jobs 3 --output-sync core-unit core-host core-faults
 
 core-unit: kernels
-	nice -n 10 $(PY) -m pytest $(PARALLEL) -m "not engine" --ignore=tests/unit/planning/test_open_catalog.py tests/unit tests/engine
+	nice -n 10 $(PY) -m pytest $(PARALLEL) -m "not engine" tests/unit tests/engine
 
 core-lab: venv
 	$(PY) -m lab prepare --engine cpu --variant awkward

@@ -10,7 +10,6 @@ from roles import service, setup, work
 from spark_deploy.hosts.commands import host_loop
 from spark_deploy.hosts.operations import hold_lease
 from spark_deploy.hosts.payload import read_payload
-from spark_deploy.hosts.uninstall import uninstall_request
 from spark_deploy.inventory.host_names import context_of
 from spark_deploy.inventory.plans import plan_for, waves_for
 from spark_deploy.plan.jobs import discard_jobs, ready_jobs, served_jobs
@@ -22,7 +21,7 @@ jobs, release = served_jobs(plan, payload.image_context), plan.release.name
 
 service.reboot(plan=plan.preflight, release=plan.release)
 setup.check_host(plan=plan.preflight)
-setup.install_base(plan=plan.base, request=uninstall_request(context_of(host).loaded.settings))
+setup.install_base(plan=plan.base, settings=context_of(host).loaded.settings)
 setup.install_host_tools(identity=plan.payload)
 # These jobs need no container engine and run in parallel with the next steps.
 work.fetch(jobs=jobs, release=release, proxy=plan.proxy, fleet=plan.fleet)

@@ -9,7 +9,6 @@ from pyinfra.api import FunctionCommand
 
 from roles import setup
 from spark_deploy.hosts.operations import hold_lease
-from spark_deploy.hosts.uninstall import uninstall_request
 from spark_deploy.inventory.host_names import context_of
 from spark_deploy.inventory.login import check_login, endpoint_of
 from spark_deploy.inventory.plans import payload_identity, ports_of
@@ -23,7 +22,7 @@ if settings.fabric.restore:
     setup.restore_network()
 else:
     # Plan only these parts, because a cluster's complete plan needs the addresses.
-    setup.install_base(plan=base_plan(settings), request=uninstall_request(settings))
+    setup.install_base(plan=base_plan(settings), settings=settings)
     setup.install_host_tools(identity=payload_identity())
     if settings.fabric.measure:
         ports = ports_of(settings.fabric.hosts or settings.cluster.hosts)

@@ -4,7 +4,6 @@ from pyinfra import host, state
 
 from roles import setup
 from spark_deploy.hosts.operations import hold_lease
-from spark_deploy.hosts.uninstall import uninstall_request
 from spark_deploy.inventory.host_names import context_of
 from spark_deploy.inventory.plans import plan_for
 
@@ -12,6 +11,6 @@ hold_lease(state, host)
 plan = plan_for(host)
 
 setup.check_host(plan=plan.preflight)
-setup.install_base(plan=plan.base, request=uninstall_request(context_of(host).loaded.settings))
+setup.install_base(plan=plan.base, settings=context_of(host).loaded.settings)
 setup.install_cuda(plan=plan.cuda)
 setup.install_docker(plan=plan.docker, proxy=plan.proxy)

@@ -11,7 +11,6 @@ from roles import setup, work
 from spark_deploy.config.errors import PlanError
 from spark_deploy.hosts.operations import hold_lease
 from spark_deploy.hosts.payload import read_payload
-from spark_deploy.hosts.uninstall import uninstall_request
 from spark_deploy.inventory.host_names import context_of
 from spark_deploy.inventory.plans import plan_for
 from spark_deploy.plan.jobs import plan_jobs
@@ -26,7 +25,7 @@ jobs = tuple(
 )
 release = f"{plan.release.service}-requantize"
 
-setup.install_base(plan=plan.base, request=uninstall_request(context_of(host).loaded.settings))
+setup.install_base(plan=plan.base, settings=context_of(host).loaded.settings)
 setup.install_host_tools(identity=plan.payload)
 work.fetch(jobs=jobs, release=release, proxy=plan.proxy, fleet=plan.fleet)
 setup.install_cuda(plan=plan.cuda)

@@ -8,9 +8,8 @@ from pyinfra import host, state
 
 from roles import setup
 from spark_deploy.hosts.operations import hold_lease
-from spark_deploy.hosts.uninstall import uninstall_request
 from spark_deploy.inventory.host_names import context_of
 
 hold_lease(state, host)
 
-setup.remove_all(request=uninstall_request(context_of(host).loaded.settings))
+setup.remove_all(settings=context_of(host).loaded.settings)

@@ -22,7 +22,7 @@ from spark_deploy.hosts.payload import (
     read_payload,
     tool_files,
 )
-from spark_deploy.hosts.uninstall import record_initial_state, uninstall
+from spark_deploy.hosts.uninstall import record_initial_state, uninstall, uninstall_request
 from spark_deploy.plan.release import unit_and_command_files
 from spark_deploy.plan.types import (
     BasePlan,
@@ -61,10 +61,10 @@ def check_host(*, plan: PreflightPlan) -> None:
 
 
 @deploy("Base")
-def install_base(*, plan: BasePlan, request: str) -> None:
-    """``request`` is the result of ``uninstall_request``."""
+def install_base(*, plan: BasePlan, settings: Settings) -> None:
     expect_fact(base.BaseState, lambda: base.fact_arguments(plan))
     expect_files(base.MANAGED_PATHS)
+    request = uninstall_request(settings)
     record_initial_state(
         name="Record the state before the first deploy", plan=plan, request=request
     )
@@ -132,5 +132,5 @@ def restore_network() -> None:
 
 
 @deploy("Uninstall")
-def remove_all(*, request: str) -> None:
-    uninstall(name="Remove managed resources", request=request)
+def remove_all(*, settings: Settings) -> None:
+    uninstall(name="Remove managed resources", request=uninstall_request(settings))

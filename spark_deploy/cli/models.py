@@ -14,7 +14,7 @@ from spark_deploy.config.catalog.types import Catalog
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import SettingsError, SparkError
 from spark_deploy.config.schema_errors import suggest
-from spark_deploy.config.settings.cluster import ClusterSettings
+from spark_deploy.config.settings.host import ClusterSettings
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.lock.file import read_lock
 from spark_deploy.lock.resolve import format_size

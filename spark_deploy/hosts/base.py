@@ -215,7 +215,7 @@ def create_directories(plan: BasePlan) -> Commands:
 
 @host_operation
 def hold_driver(plan: BasePlan) -> Commands:
-    is_held = plan.settings.hold_driver
+    is_held = "hold-driver" not in plan.settings.skip
     if not (yield from sync_files((HOLD_FILE,), enabled=is_held)):
         host.noop(f"unattended upgrades {'skip driver packages' if is_held else 'are not managed'}")
 
@@ -225,15 +225,16 @@ def disable_sleep(plan: BasePlan) -> Commands:
     """Mask the sleep targets, because a sleeping server cannot be woken over the network."""
     units = read_state(plan).units
     unmasked = [target for target in SLEEP_TARGETS if units.get(target) != "masked"]
-    if plan.settings.disable_sleep and unmasked:
+    is_managed = "disable-sleep" not in plan.settings.skip
+    if is_managed and unmasked:
         yield StringCommand("systemctl", "mask", *unmasked)
     else:
-        host.noop("sleep is disabled" if plan.settings.disable_sleep else "sleep is not managed")
+        host.noop("sleep is disabled" if is_managed else "sleep is not managed")
 
 
 @host_operation
 def protect_login(plan: BasePlan) -> Commands:
-    is_protected = plan.settings.protect_login
+    is_protected = "protect-login" not in plan.settings.skip
     changed = yield from sync_files(GUARANTEE_FILES, enabled=is_protected)
     # Units are stale if a run was interrupted before the reload.
     if changed or read_state(plan).stale_units:

@@ -94,9 +94,8 @@ class Docker:
 
     @property
     def started_at_s(self) -> float:
-        timestamp = self.unit.get(
-            "ExecMainStartTimestamp", ""
-        )  # Mon 2026-01-05 10:00:00.123456 UTC
+        # Mon 2026-01-05 10:00:00.123456 UTC
+        timestamp = self.unit.get("ExecMainStartTimestamp", "")
         match = re.search(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d{6})?", timestamp)
         return datetime.fromisoformat(f"{match[0]}+00:00").timestamp() if match else 0.0
 

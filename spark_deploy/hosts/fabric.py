@@ -223,10 +223,8 @@ def _measure_tcp(link: FabricLink) -> fabric.SpeedResult:
         max_bytes=MAX_BYTES,
         max_s=MAX_DURATION_S,
     )
-    listen, send = (
-        _unit_command(command_line(FABRIC_SPEED, "listen")),
-        command_line(FABRIC_SPEED, "send"),
-    )
+    listen = _unit_command(command_line(FABRIC_SPEED, "listen"))
+    send = command_line(FABRIC_SPEED, "send")
     sender, listener = _run_sender_and_listener(link, listen, send, documents.to_json(request))
     problems = [
         _last_problem(name, result.text, "check `journalctl -xe` on that host, then run again")

@@ -64,10 +64,6 @@ def require_members(members: Sequence[str]) -> None:
         operations.fail(this_host.name, message, fix)
 
 
-def rollout_command(release: str, timeout_s: int) -> FunctionCommand:
-    return FunctionCommand(run_rollout, [release, timeout_s], {})
-
-
 def run_rollout(state: State, host: Host, release: str, timeout_s: int) -> bool:
     return _begin_and_watch(state, host, tool.command_line(tool.SWITCH_BEGIN, release), timeout_s)
 

@@ -59,7 +59,7 @@ def start_service(release: Release, timeout_s: int) -> Commands:
     if reason := _rollout_reason(release, status):
         commands.log_once(f"{release.name}: {reason}")
         commands.record_planned_change(f"{release.name} is served")
-        yield releases.rollout_command(release.name, timeout_s)
+        yield FunctionCommand(releases.run_rollout, [release.name, timeout_s], {})
 
 
 def _rollout_reason(release: Release, status: HostStatus) -> str:
@@ -110,7 +110,7 @@ def roll_out(release: Release, timeout_s: int, scheduled: Sequence[Release] = ()
             f"but the settings select {release.name}"
         )
     commands.log_once(f"{release.name}: {reason}")
-    yield releases.rollout_command(release.name, timeout_s)
+    yield FunctionCommand(releases.run_rollout, [release.name, timeout_s], {})
 
 
 @host_operation

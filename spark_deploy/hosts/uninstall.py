@@ -225,16 +225,16 @@ def _files(files: Iterable[ManagedFile], operation: str) -> Iterator[Resource]:
 
 def _base_resources(plan: BasePlan) -> Iterator[Resource]:
     settings = plan.settings
-    if settings.hold_driver:
+    if "hold-driver" not in settings.skip:
         yield from _files((base.HOLD_FILE,), "Base | Hold driver packages in unattended upgrades")
     for package in base.planned_packages(plan):
         yield Resource("package", package, "Base | Install packages")
     for path in base.managed_directories(plan):
         yield Resource("directory", path, "Base | Create directories")
-    if settings.disable_sleep:
+    if "disable-sleep" not in settings.skip:
         for target in base.SLEEP_TARGETS:
             yield Resource("masked", target, "Base | Disable sleep")
-    if settings.protect_login:
+    if "protect-login" not in settings.skip:
         yield from _files(base.GUARANTEE_FILES, "Base | Guarantee memory to the login")
     if settings.compaction_proactiveness is not None:
         file = base.compaction_file(settings.compaction_proactiveness)

@@ -97,7 +97,7 @@ def unverified_builds(
     settings: Settings, catalog: Catalog, lock: Lock
 ) -> Iterator[tuple[VerifiedNames, BuildPlan]]:
     for served in settings.all_models:
-        if served.checkpoint.requantized:
+        if served.checkpoint.source == "requantized":
             continue  # the host makes the base, and the builder verifies it
         plan = checkpoint_plan(*model_and_profile(served, catalog), served, lock)
         if plan is not None and isinstance(plan.base, SourcePlan):

@@ -71,9 +71,9 @@ def _repositories(model: Model, profile: Profile, settings: Settings) -> Iterato
     if isinstance(model, PlainModel):
         yield model.repository, model.revision
         return
-    if settings.checkpoint.requantized:
+    if settings.checkpoint.source == "requantized":
         repository = model.sources.original
-    elif settings.checkpoint.prebuilt:
+    elif settings.checkpoint.source == "prebuilt":
         repository = model.sources.hybrid
     else:
         repository = model.sources.base

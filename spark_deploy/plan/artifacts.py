@@ -93,11 +93,16 @@ def reject_unbuildable_checkpoint(model: Model, profile: Profile, settings: Sett
     if isinstance(model, PlainModel) and (profile.builds_checkpoint or profile.plugin):
         what = f"builds a checkpoint or uses the plugin, but {model.name} is served as published"
         raise PlanError.one(where, what, "use profile plain, or write a similar one")
-    if checkpoint.prebuilt:
+    if checkpoint.source == "prebuilt":
         _reject_unusable_hybrid(model, profile)
     if not checkpoint.keep_base:
         _reject_discarded_base(profile, settings)
-    if isinstance(model, HybridModel) and _lacks_int4_modules(model, profile):
+    if (
+        isinstance(model, HybridModel)
+        and profile.drafter != "keep"
+        and model.architecture.mtp_scheme == "bf16"
+        and not _int4_modules(model, profile)
+    ):
         what = "tensors.mtp in the model file lists no 16-bit experts or attention to round to INT4"
         raise PlanError.one(f"{where}: drafter", what, "set engine.drafter: keep")
     if profile.shared_experts == "int8-g128" and profile.layout == "overlay":
@@ -106,7 +111,7 @@ def reject_unbuildable_checkpoint(model: Model, profile: Profile, settings: Sett
 
 
 def _reject_discarded_base(profile: Profile, settings: Settings) -> None:
-    if settings.checkpoint.requantized:
+    if settings.checkpoint.source == "requantized":
         what = "keep_base: false requires a base that can be downloaded again"
         fix = "set checkpoint.keep_base: true"
     elif not profile.builds_checkpoint:
@@ -147,7 +152,7 @@ def checkpoint_plan(
     if not profile.builds_checkpoint or isinstance(model, PlainModel):
         return None
     sources = model.sources
-    repo = (settings.checkpoint.prebuilt and sources.hybrid) or sources.base
+    repo = (settings.checkpoint.source == "prebuilt" and sources.hybrid) or sources.base
     base = requantized or source_plan(locked_source(lock, repo, sources.revision), settings)
     donor = None
     if profile.shared_experts in builder_api.WITH_DONOR:
@@ -222,11 +227,6 @@ def _int4_modules(model: HybridModel, profile: Profile) -> tuple[str, ...]:
     return tuple(name.removesuffix(".weight") for name in weights)
 
 
-def _lacks_int4_modules(model: HybridModel, profile: Profile) -> bool:
-    to_round = profile.drafter != "keep" and model.architecture.mtp_scheme == "bf16"
-    return to_round and not _int4_modules(model, profile)
-
-
 def tensor_fields(model: HybridModel) -> dict[str, Any]:
     """Return the tensor names and shapes for a build plan."""
     tensors = model.tensors
@@ -269,7 +269,7 @@ def requantized_plan(
     AutoRound runs in the engine's image. The model's exact tensor sets decide which tensors it
     packs; the rest stays in 16 bits.
     """
-    if not settings.checkpoint.requantized:
+    if settings.checkpoint.source != "requantized":
         return None
     options = settings.requantize
     if not isinstance(model, HybridModel) or model.sources.original is None:

@@ -11,7 +11,7 @@ from spark_deploy.config.catalog.model import Model, PlainModel
 from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.catalog.types import ENGINE_NAME, Catalog, Engines, version_of
 from spark_deploy.config.errors import PlanError, Problem, one_line
-from spark_deploy.config.schema_errors import closest
+from spark_deploy.config.schema_errors import closest, suggest
 from spark_deploy.config.settings.allowed import IGNORED_VARIABLES, find_unlisted
 from spark_deploy.config.settings.engine import (
     DEVICE_OPTIONS,
@@ -220,8 +220,7 @@ def _override_problems(
     for rule in sorted(set(overridden).difference(allowed)):
         exists = any(rail.rule == rule for rail in rails)
         what = "cannot be overridden" if exists else "no such guard rail"
-        guess = closest(rule, allowed)
-        fix = f"did you mean {guess}?" if guess else f"allowed: {', '.join(allowed)}"
+        fix = suggest(rule, allowed, f"allowed: {', '.join(allowed)}")
         yield Problem(f"override_rails: {rule}", what, fix)
 
 
@@ -232,8 +231,7 @@ def _reject_unknown_facts(rails: Sequence[GuardRail], facts: Mapping[str, Any]) 
         others = (test["below_fact"] for test in rail.applies.values() if "below_fact" in test)
         for name in (*rail.applies, *others):
             if name not in facts:
-                guess = closest(name, list(facts))
-                fix = f"did you mean {guess}?" if guess else f"known: {', '.join(sorted(facts))}"
+                fix = suggest(name, facts, f"known: {', '.join(sorted(facts))}")
                 where = f"catalog/guard_rails.yml: {rail.rule}: {name}"
                 problems.append(Problem(where, "unknown fact", fix))
     if problems:
@@ -313,8 +311,7 @@ def _parser_problems(model: Model, settings: Settings, engines: Engines) -> Iter
     for kind, parser in parsers.items():
         listed = getattr(engine, kind)
         if parser is not None and parser not in listed:
-            guess = closest(parser, listed)
-            fix = f"did you mean {guess}?" if guess else "remove it; the text then stays unparsed"
+            fix = suggest(parser, listed, "remove it; the text then stays unparsed")
             what = f"{ENGINE_NAME} {version} has no parser {parser}"
             yield Problem(f"model {model.name}: parsers.{kind}", what, fix)
 

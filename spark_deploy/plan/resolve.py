@@ -43,7 +43,7 @@ Fits = Callable[[Settings], bool]
 
 def effective_profile(profile: Profile, settings: Settings) -> Profile:
     engine = {f.name: getattr(settings.engine, f.name) for f in fields(settings.engine)}
-    if settings.checkpoint.prebuilt and profile.shared_experts == "fp8-donor":
+    if settings.checkpoint.source == "prebuilt" and profile.shared_experts == "fp8-donor":
         profile = replace(profile, shared_experts="fp8-base")
     if settings.engine.drafts is not None:
         profile = with_drafts(profile, settings.engine.drafts)

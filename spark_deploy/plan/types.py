@@ -220,11 +220,8 @@ class MemoryPlan:
 
     def counted_tokens(self, request_tokens: int) -> int | None:
         """Return the capacity as the engine counts it: full-length requests, each with a state."""
-        return (
-            None
-            if self.full_context_users is None
-            else int(self.full_context_users * request_tokens)
-        )
+        users = self.full_context_users
+        return None if users is None else int(users * request_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,10 +71,6 @@ def load_hosts(
             group_layers.append(_Layer("inventory", nest_dotted_keys(generated)))
         shared: HostSettings | None = None  # settings of hosts without a file
         for host in hosts:
-            if host in loaded:
-                fix = "list every host in a single group"
-                reader.problems.append(Problem(host, "is in two groups of the inventory", fix))
-                continue
             name = host.removeprefix("@")
             host_layers = reader.file_layers(root / "host_vars" / f"{name}.yml")
             layers = [*common, *group_layers, *host_layers, *overriding]

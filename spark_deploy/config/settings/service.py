@@ -31,14 +31,6 @@ class CheckpointSettings:
     """false: remove the base when a full checkpoint serves. A rebuild then downloads it again. An
     overlay needs the base."""
 
-    @property
-    def prebuilt(self) -> bool:
-        return self.source == "prebuilt"
-
-    @property
-    def requantized(self) -> bool:
-        return self.source == "requantized"
-
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class RequantizeSettings:

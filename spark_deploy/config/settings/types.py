@@ -23,15 +23,17 @@ from spark_deploy.config.documents import (
     key_as_field,
     rule_validator,
 )
-from spark_deploy.config.schema_errors import closest
-from spark_deploy.config.settings.cluster import ClusterSettings, FabricSettings, ReplicasSettings
+from spark_deploy.config.schema_errors import suggest
 from spark_deploy.config.settings.engine import EngineSettings
 from spark_deploy.config.settings.host import (
     BaseSettings,
+    ClusterSettings,
     DiskSettings,
     DockerSettings,
     ExpectSettings,
+    FabricSettings,
     PathSettings,
+    ReplicasSettings,
     SshSettings,
 )
 from spark_deploy.config.settings.patterns import (
@@ -262,9 +264,8 @@ def _unknown_names(
             name, known = getattr(selection, key), catalog(f"{key}s")
             if name not in known:
                 message = f"unknown {key} '{name}' (known: {', '.join(known)})"
-                guess = closest(name, known)
                 fix = f"choose a known name, or add catalog/{key}s/{name}.yml"
-                fix = f"did you mean {guess}?" if guess else fix
+                fix = suggest(name, known, fix)
                 yield Violation((*path, key), message, fix)
 
 

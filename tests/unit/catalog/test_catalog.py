@@ -93,14 +93,6 @@ def test_users_catalog_files_replace_shipped_files_and_the_plan_notes_it(tmp_pat
         assert read_catalog(FIXTURE, user_dir=folder) == CATALOG
 
 
-def test_reports_an_error_in_a_users_catalog_file(tmp_path):
-    folder = tmp_path / "catalog/models"
-    folder.mkdir(parents=True)
-    (folder / "mine.yml").write_text("kind: plain\nrepository: not a repository\n")
-    with pytest.raises(CatalogError, match=r"catalog/models/mine.yml: repository"):
-        read_catalog(FIXTURE, user_dir=tmp_path).model("mine")
-
-
 HYBRIDS = [n for n, m in shipped_catalog().models.items() if isinstance(m, HybridModel)]
 
 

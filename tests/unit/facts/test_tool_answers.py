@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from spark_deploy.hosts import status
+from spark_deploy.hosts.gateway import GatewayCertificate, RejectedCalendar, TailnetAddress, Timers
 from spark_deploy.hosts.payload import PythonSite, QuantizerSite, Site
 from spark_deploy.hosts.status import Jobs, JobStates, RequestCounts, Requests, Status
 from tests.unit.shell import run_script
@@ -31,6 +32,14 @@ LINKED = ["[]", f"linked {TARGET}", "pulled 0123456789ab"]
         (QuantizerSite, ["3.11 x86_64", "-", "-"], Site("3.11", "x86_64")),
         (QuantizerSite, ["-", "-", "ab"], Site()),
         (QuantizerSite, [], Site()),
+        (GatewayCertificate, ["-----BEGIN C", "x", "== key", "-----BEGIN P", "y"],
+         (b"-----BEGIN C\nx", b"-----BEGIN P\ny")),
+        (GatewayCertificate, ["== key"], (b"", b"")),
+        (TailnetAddress, ["100.101.102.103"], "100.101.102.103"),
+        (TailnetAddress, [], ""),
+        (RejectedCalendar, [], ""),
+        (Timers, ["a.timer active enabled", "b.timer inactive disabled", "x failed y"],
+         {"a.timer": True, "b.timer": False, "x": False}),
     ],
 )  # fmt: skip
 def test_facts_parse_output(fact, output, value):

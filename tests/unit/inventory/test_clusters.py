@@ -22,10 +22,6 @@ OTHER_VALUES = {
     ("allow_containers",): {"comfyui": 12},
     ("images",): {**HEAD.images, "engine": "vllm/vllm-openai:v0.32.0"},
 }
-REPLICAS = """
-replicas: {hosts: [a, b]}
-serve: {expose: lan, api_key: {env: KEY}}
-"""
 
 
 def leaves(part, path=()):
@@ -84,6 +80,13 @@ def test_rejects_cluster_members_with_different_releases():
 
 
 CLUSTER = {"cluster": {"hosts": ["a", "b"]}}
+REPLICAS = {
+    "replicas": {"hosts": ["a", "b"]}, "serve": {"expose": "lan", "api_key": {"env": "KEY"}}
+}  # fmt: skip
+
+
+def lan(**serve):
+    return {**REPLICAS, "serve": {**REPLICAS["serve"], **serve}}
 
 
 @pytest.mark.parametrize(
@@ -95,9 +98,19 @@ CLUSTER = {"cluster": {"hosts": ["a", "b"]}}
         (CLUSTER, {"lock_file": "other.yml"}, "b: lock_file: differs from a"),
         (CLUSTER, {"cluster": {"hosts": []}}, "b: cluster.hosts: is empty, but a lists this host"),
         ({"rollout": {"canary": "z"}}, {}, "'z' is not a host in this inventory"),
+        ({**REPLICAS, "replicas": {"hosts": ["a", "d"]}}, {}, "a: replicas.hosts: 'd' is not in"),
+        ({**REPLICAS, "replicas": {"hosts": ["a"]}}, {}, "replicas.hosts: a is the only host"),
+        (lan(expose="loopback"), {}, "serve.expose"),
+        (lan(tls="private-ca"), {}, "serve.tls"),
+        ({**REPLICAS, "serve": {"expose": "lan"}}, {}, "serve.api_key"),
+        ({**REPLICAS, "rollout": {"at_once": 2}}, {}, "rollout.at_once"),
+        ({**REPLICAS, **CLUSTER}, {}, "replicas.hosts"),
+        ({**REPLICAS, "replicas": {"hosts": ["a", "b"], "port": 8000}}, {}, "replicas.port"),
+        (REPLICAS, {"replicas": {"hosts": []}}, "b: replicas.hosts: is empty, but a lists"),
+        (REPLICAS, {"serve": {"names": ["other"]}}, "b: serve.names: differs from a"),
     ],
 )
-def test_rejects_contradictory_cluster_settings(repository, group, host, message):
+def test_rejects_contradictory_settings_of_clusters_and_replicas(repository, group, host, message):
     repository.list_hosts('["a", "b", "c"]')
     repository.write("group_vars/spark.yml", yaml.safe_dump(group))
     repository.write("host_vars/b.yml", yaml.safe_dump(host))
@@ -133,7 +146,7 @@ def test_rejects_two_names_for_one_machine(repository, ssh, refused):
 
 def test_replicas_connect_through_fleet_addresses(repository):
     repository.list_hosts('["a", "b", "c"]')
-    repository.write("group_vars/spark.yml", REPLICAS)
+    repository.write("group_vars/spark.yml", yaml.safe_dump(REPLICAS))
     repository.write("host_vars/b.yml", "fleet: {address: 10.0.0.2}\n")
     hosts = {name: data[CONTEXT_KEY].loaded.settings for name, data in repository.read().items()}
     plans = {name: gateway_plan(settings, name) for name, settings in hosts.items()}
@@ -143,26 +156,3 @@ def test_replicas_connect_through_fleet_addresses(repository):
         "c": None,
     }
     assert base_urls(plans["a"])[-1] == ("http://a:8008/v1", "the network, all replicas")
-
-
-@pytest.mark.parametrize(
-    ("group", "host", "message"),
-    [
-        ("replicas: {hosts: [a, d]}", "", "a: replicas.hosts: 'd' is not in the same group"),
-        ("replicas: {hosts: [a]}", "", "replicas.hosts: a is the only host"),
-        ("serve: {expose: loopback, api_key: {env: K}}", "", "serve.expose"),
-        ("serve: {expose: lan, api_key: {env: K}, tls: private-ca}", "", "serve.tls"),
-        ("serve: {expose: lan}", "", "serve.api_key"),
-        ("rollout: {at_once: 2}", "", "rollout.at_once"),
-        ("cluster: {hosts: [a, b]}", "", "replicas.hosts"),
-        ("replicas: {hosts: [a, b], port: 8000}", "", "replicas.port"),
-        ("{}", "replicas: {hosts: []}", "b: replicas.hosts: is empty, but a lists this host"),
-        ("{}", "serve: {names: [other]}", "b: serve.names: differs from a"),
-    ],
-)
-def test_rejects_contradictory_replica_settings(repository, group, host, message):
-    repository.list_hosts('["a", "b", "c"]')
-    settings = {**yaml.safe_load(REPLICAS), **yaml.safe_load(group)}
-    repository.write("group_vars/spark.yml", yaml.safe_dump(settings))
-    repository.write("host_vars/b.yml", host)
-    assert message in repository.error()

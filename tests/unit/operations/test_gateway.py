@@ -10,14 +10,7 @@ from spark_contract.gateway import Gateway, NamedKey, tls_paths
 from spark_deploy.config.errors import SettingsError
 from spark_deploy.config.settings.patterns import GENERATED, SecretRef
 from spark_deploy.hosts import gateway
-from spark_deploy.hosts.gateway import (
-    GatewayCertificate,
-    Gateways,
-    RejectedCalendar,
-    TailnetAddress,
-    Timers,
-    WatchTools,
-)
+from spark_deploy.hosts.gateway import Gateways, RejectedCalendar, WatchTools
 from spark_deploy.hosts.status import HostStatus
 from spark_deploy.plan.gateway import gateway_file
 from spark_deploy.plan.types import GatewayPlan, ManagedFile, TlsPlan
@@ -242,20 +235,3 @@ def test_schedule_timers_are_installed_started_and_removed():
 def test_schedule_time_that_systemd_rejects_is_rejected():
     [command] = set_timers({}, TIMER, rejected=RejectedCalendar().process(["25:00"]))
     assert command.startswith("_report_failure(spark-1: schedule: ")
-
-
-@pytest.mark.parametrize(
-    ("fact", "output", "value"),
-    [
-        (GatewayCertificate, ["-----BEGIN C", "x", "== key", "-----BEGIN P", "y"],
-         (b"-----BEGIN C\nx", b"-----BEGIN P\ny")),
-        (GatewayCertificate, ["== key"], (b"", b"")),
-        (TailnetAddress, ["100.101.102.103"], "100.101.102.103"),
-        (TailnetAddress, [], ""),
-        (RejectedCalendar, [], ""),
-        (Timers, [f"{TIMER_NAME} active enabled", f"{OLD_TIMER} inactive disabled", "x failed y"],
-         {TIMER_NAME: True, OLD_TIMER: False, "x": False}),
-    ],
-)  # fmt: skip
-def test_gateway_and_timer_facts_parse_command_output(fact, output, value):
-    assert fact().process(output) == value

@@ -122,14 +122,6 @@ def test_failing_operation_fails_its_host_and_logs_once(executing):
     assert host.logs == REFUSAL
 
 
-def test_host_fails_if_its_command_is_rejected():
-    host = FakeHost()
-    run: Callable[..., bool] = FunctionCommand(failing_command, [], {}).execute
-    with on(host) as state:
-        assert run(state, host, {}) is False
-    assert host.logs == REFUSAL
-
-
 @host_command
 def losing_command(state, host):
     try:
@@ -145,7 +137,11 @@ def broken_command(state, host):
 
 @pytest.mark.parametrize(
     ("command", "text"),
-    [(losing_command, "connection was lost"), (broken_command, "no such command")],
+    [
+        (failing_command, "\n".join(REFUSAL)),
+        (losing_command, "connection was lost"),
+        (broken_command, "no such command"),
+    ],
 )
 def test_failed_or_lost_command_fails_its_host_without_traceback(command, text):
     host = FakeHost()

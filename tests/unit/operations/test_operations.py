@@ -16,8 +16,12 @@ from typing import Any
 import pytest
 import yaml
 
-from spark_deploy.config.settings.cluster import ClusterSettings
-from spark_deploy.config.settings.host import BaseSettings, ExpectSettings, PathSettings
+from spark_deploy.config.settings.host import (
+    BaseSettings,
+    ClusterSettings,
+    ExpectSettings,
+    PathSettings,
+)
 from spark_deploy.config.settings.sources import RepositorySettings
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.hosts import access, base, docker, fabric, facts, gpu, preflight

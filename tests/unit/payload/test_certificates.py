@@ -49,6 +49,13 @@ def verify(ca, leaf, *arguments):
     return result.stdout + result.stderr
 
 
+def make_ca(folder, *extensions):
+    folder.mkdir(mode=0o700)
+    usage = ("-addext", "keyUsage=critical,keyCertSign", *extensions)
+    openssl("req", "-x509", *EC, "-subj", "/CN=own CA", "-days", "900", *usage,
+            "-keyout", folder / "ca-key.pem", "-out", folder / "ca.pem")  # fmt: skip
+
+
 def assert_one(problems, *parts):
     assert len(problems) == 1, problems
     assert [part for part in parts if part not in str(problems[0])] == []
@@ -213,11 +220,7 @@ def test_new_host_extends_the_ca_and_earlier_hosts_stay_trusted(tmp_path):
 
 def test_extended_ca_of_the_owner_still_covers_its_networks(tmp_path):
     ca = tmp_path / "ca"
-    ca.mkdir(mode=0o700)
-    openssl("req", "-x509", *EC, "-subj", "/CN=own CA", "-days", "900", "-addext",
-            "keyUsage=critical,keyCertSign", "-addext", "nameConstraints=critical,permitted;IP:"
-            "2001:db8::/ffff:ffff::", "-keyout", ca / "ca-key.pem", "-out", ca / "ca.pem",
-            )  # fmt: skip
+    make_ca(ca, "-addext", "nameConstraints=critical,permitted;IP:2001:db8::/ffff:ffff::")
     issue_certificate(NAMES, str(ca))
     other = sign_with_stolen_key(ca, "IP:2001:db8::7", tmp_path)
     assert verify(ca, other).endswith(": OK\n")
@@ -225,10 +228,7 @@ def test_extended_ca_of_the_owner_still_covers_its_networks(tmp_path):
 
 def test_existing_ca_without_name_limits_is_used_unchanged(tmp_path):
     ca, leaf = tmp_path / "ca", tmp_path / "leaf.pem"
-    ca.mkdir(mode=0o700)
-    openssl("req", "-x509", *EC, "-subj", "/CN=earlier CA", "-days", "900", "-addext",
-            "keyUsage=critical,keyCertSign", "-keyout", ca / "ca-key.pem", "-out", ca / "ca.pem",
-            )  # fmt: skip
+    make_ca(ca)
     before = (ca / "ca.pem").read_bytes()
     leaf.write_bytes(issue_certificate(NAMES, str(ca)).certificate)
     assert (ca / "ca.pem").read_bytes() == before

@@ -9,7 +9,6 @@ from spark_deploy.config.catalog.architecture import Anatomy, CacheLayers
 from spark_deploy.config.catalog.profile import Adapter, Speculation
 from spark_deploy.config.documents import GIB
 from spark_deploy.config.errors import PlanError
-from spark_deploy.lock.resolve import required_names
 from spark_deploy.plan.host import plan_host
 from spark_deploy.plan.jobs import keep_list, plan_jobs
 from spark_deploy.plan.kv_cache import cache_shape
@@ -118,12 +117,6 @@ def test_adapter_has_a_served_name_a_mount_and_a_lora_slot():
 def test_rejects_adapters_with_drafts():
     with pytest.raises(PlanError, match="unverified with adapters"):
         make_plan(Speculation(method="ngram", tokens=3), model=ADAPTED)
-
-
-def test_lock_requires_drafter_and_adapter_repositories():
-    settings = replace(settings_of(), model="dense", profile="plain")
-    wanted = required_names(settings, catalog_with(ADAPTED, EAGLE))
-    assert {repo for repo, _ in wanted.sources} == {REPO, DRAFT, "org/lora"}
 
 
 def test_release_without_companions_has_no_companion_field():

@@ -3,7 +3,6 @@ import re
 from dataclasses import replace
 
 import pytest
-from spark_vllm.head.choice import IMAGE_VARIABLE
 
 from spark_deploy.config.catalog.architecture import Anatomy
 from spark_deploy.config.catalog.model import PlainModel
@@ -19,14 +18,12 @@ from spark_deploy.plan.engine_arguments import (
     prefill_line,
     required_and_forbidden_lines,
 )
-from spark_deploy.plan.memory import loaded_bytes, plan_memory
-from spark_deploy.plan.resolve import effective_profile, with_drafts
+from spark_deploy.plan.memory import plan_memory
+from spark_deploy.plan.resolve import with_drafts
 from spark_deploy.plan.types import HostPlan
 from tests.unit.planning.plans import (
     CATALOG,
     LARGE,
-    plan_of,
-    plan_with,
     settings_of,
     shipped,
     shipped_catalog,
@@ -80,15 +77,6 @@ def test_serves_all_names_in_order():
     assert arguments[start + 3].startswith("--")
 
 
-def test_online_fp8_quantizes_only_shared_experts():
-    targets = json.loads(value_of(argv("online-fp8"), "--quantization-config"))["targets"]
-    [pattern] = [target.removeprefix("re:") for target in targets]
-    layer = "language_model.model.layers.47.mlp"
-    assert re.match(pattern, f"{layer}.shared_expert.gate_proj")
-    for other in (f"{layer}.shared_expert_gate", "mtp.layers.0.mlp.shared_expert.up_proj"):
-        assert not re.match(pattern, other)
-
-
 NOT_TUNED = {"enable_flashinfer_autotune": False, "enable_jit_warmup": False}
 
 
@@ -127,16 +115,6 @@ def test_option_in_settings_replaces_the_profile_option():
     assert value_of(arguments, "--load-format") == "safetensors"
 
 
-def test_int8_triton_head_is_16_bit_in_the_checkpoint_and_int8_in_the_engine():
-    profiles = {**CATALOG.profiles, ("v2", "large"): OWN_HEAD}
-    plan = plan_with(settings_of(), replace(CATALOG, profiles=profiles))
-    assert plan.checkpoint.build.head == "keep"
-    assert plan_of().checkpoint.build.head == "int8-g128"
-    assert plan.release.engine.env[IMAGE_VARIABLE] == plan.image.tag
-    assert IMAGE_VARIABLE not in plan_of().release.engine.env
-    assert loaded_bytes(LARGE, OWN_HEAD) == loaded_bytes(LARGE, V2)
-
-
 @pytest.mark.parametrize(
     ("options", "added"),
     [
@@ -160,11 +138,6 @@ TRITON_EXPERTS = (
     "INFO [unquantized.py:298] Using TRITON Unquantized MoE backend out of potential backends: "
     "['FlashInfer TRTLLM', 'FlashInfer CUTLASS', 'TRITON', 'BATCHED_TRITON']."
 )
-
-
-def test_pins_drafter_kernel_of_cluster_model():
-    profile = SHIPPED.profile("v2", "qwen3.5-397b")
-    assert pins_drafter_experts(SHIPPED.model("qwen3.5-397b"), profile)
 
 
 def test_required_log_line_matches_only_the_pinned_kernel():
@@ -257,21 +230,6 @@ def test_check_requires_prefill_kernel_of_profile():
         assert not re.search(pattern, FLASHINFER_PREFILL), name
         fallback = TRITON_PREFILL.replace("requested=triton", "requested=auto")
         assert not re.search(pattern, fallback), name
-
-
-def test_check_expects_the_configured_prefill_kernel():
-    def lines(backend):
-        settings = settings_of(**{"engine.options": {"gdn_prefill_backend": backend}})
-        profile = effective_profile(SHIPPED.profile("v2", MODEL), settings)
-        return prefill_line(SHIPPED.model(MODEL), profile)
-
-    [pattern] = lines("flashinfer")
-    assert re.search(pattern, FLASHINFER_PREFILL.replace("auto", "flashinfer"))
-    assert lines(None) == []
-
-
-def test_no_prefill_line_without_linear_layers_or_gpu():
     model, profile = SHIPPED.model(MODEL), SHIPPED.profile("v2", MODEL)
     dense = replace(model.architecture, full_attention_every=1)
     assert prefill_line(replace(model, architecture=dense), profile) == []
-    assert prefill_line(SHIPPED.model("lab-tiny"), SHIPPED.profile("v2", "lab-tiny")) == []

@@ -20,7 +20,6 @@ from spark_deploy.plan.memory import plan_memory, weight_sizes
 from spark_deploy.plan.resolve import model_and_profile, plan_problems
 from tests.unit.planning.plans import (
     CATALOG,
-    FIXTURE,
     LARGE,
     NOWHERE,
     problems,
@@ -97,26 +96,6 @@ def test_cache_blocks_match_running_engines(stage):
     assert len(runs) > 5
 
 
-@pytest.mark.parametrize(
-    ("model", "by_flashinfer", "by_triton"), [("large", 2112, 2096), ("small", 1088, 1056)]
-)
-def test_prefix_caching_rounds_blocks_to_64_unless_prefill_is_triton(
-    model, by_flashinfer, by_triton
-):
-    architecture, agent = CATALOG.model(model).architecture, CATALOG.profile("agent", model)
-    triton = replace(agent, options={"gdn_prefill_backend": "triton"})
-    assert hybrid_shape(architecture, agent).block_tokens == by_flashinfer
-    assert hybrid_shape(architecture, triton).block_tokens == by_triton
-
-
-def test_drafts_and_prefix_caching_need_more_states_per_request():
-    shapes = [hybrid_shape(LARGE.architecture, profile_with(p)) for p in ("base", "v2", "agent")]
-    assert [shape.attention_groups for shape in shapes] == [1, 1, 1]
-    assert [shape.state_blocks for shape in shapes] == [3, 9, 6]
-    kib = [shape.block_bytes / shape.block_tokens / 1024 for shape in shapes]
-    assert kib[:2] == [24, 26]
-
-
 def test_cache_of_model_without_linear_layers_has_no_states():
     dense = replace(LARGE.architecture, full_attention_every=1, linear_attention=None)
     shape = hybrid_shape(dense, profile_with("v2"))
@@ -139,6 +118,7 @@ def test_reserve_and_allowed_containers_lower_memory_fraction():
     assert plan.memory_fraction == 0.74
     assert plan.needed_bytes < 0.77 * plan.total_bytes
     assert memory_of(allow_containers={"comfyui": 12.5, "tts": 5.5}) == plan
+    assert memory_of(**{"memory.reserve_gib": 1.5}).floor_bytes == 0.75 * GIB
 
 
 def test_fixed_cache_size_determines_memory_fraction():
@@ -152,26 +132,6 @@ def test_vision_tower_reduces_cache():
     assert (off.vision_bytes, on.vision_bytes) == (0, 900_000_000)
     assert on.weights_bytes - off.weights_bytes == 900_000_000
     assert off.kv_cache_bytes - on.kv_cache_bytes == 900_000_000
-
-
-def test_host_vars_set_sequences_context_and_memory(tmp_path):
-    (tmp_path / "host_vars").mkdir()
-    (tmp_path / "host_vars" / "b.yml").write_text(
-        "engine: {max_sequences: 2, max_context_tokens: 65536}\nmemory: {reserve_gib: 30}\n"
-    )
-    hosts = load_hosts(
-        {"spark": ["a", "b"]}, root=tmp_path, overrides={"model": "large"}, checkout=FIXTURE
-    )
-    (_, default), (limits, own) = (
-        (
-            (pair := model_and_profile(host.settings, CATALOG))[1].limits,
-            plan_memory(*pair, host.settings),
-        )
-        for host in hosts.values()
-    )
-    assert (limits.max_sequences, limits.max_context_tokens) == (2, 65536)
-    assert own.kv_cache_bytes < default.kv_cache_bytes
-    assert own.full_context_users > default.full_context_users
 
 
 @pytest.mark.parametrize(

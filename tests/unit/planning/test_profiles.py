@@ -18,7 +18,6 @@ SHIPPED, DEFAULT = shipped_catalog(), Settings()
 PROFILES = {name: SHIPPED.profile(name, DEFAULT.model) for name in SHIPPED.profile_names}
 PROVEN = [(name, row) for name, profile in PROFILES.items() for row in profile.proven]
 SHAPE = SHIPPED.model(DEFAULT.model).architecture
-LADDER = ("base", "base-mtp1", "hybrid", "hybrid-mtp1", "hybrid-mtp2", "v2", "v2-tq")
 
 
 def test_proven_claims_passed_in_their_result_files():
@@ -158,28 +157,6 @@ def test_based_on_requires_a_complete_base_and_a_new_description(checkout):
         catalog.profile("two", "large")
     with pytest.raises(CatalogError, match="choose_when"):
         catalog.profile("bare", "large")
-
-
-def test_ladder_stages_differ_in_one_feature_each():
-    stages = {
-        profile.stage: name
-        for (name, model), profile in SHIPPED.profiles.items()
-        if model == "qwen3.5-122b" and profile.stage
-    }
-    assert tuple(stages[stage] for stage in sorted(stages)) == LADDER
-    profiles = (SHIPPED.profile(name, "qwen3.5-122b") for name in LADDER)
-    assert [
-        (p.shared_experts, p.head, p.speculation and p.speculation.tokens, p.kv_cache.dtype)
-        for p in profiles
-    ] == [
-        ("keep", "keep", None, "auto"),
-        ("keep", "keep", 1, "auto"),
-        ("fp8-donor", "keep", None, "auto"),
-        ("fp8-donor", "keep", 1, "auto"),
-        ("fp8-donor", "keep", 2, "auto"),
-        ("fp8-donor", "int8-g128", 2, "auto"),
-        ("fp8-donor", "int8-g128", 2, "turboquant_k8v4"),
-    ]
 
 
 def test_published_speeds_name_their_source():

@@ -33,8 +33,10 @@ def root(tmp_path):
 
 @pytest.mark.parametrize("form", ["chat.jinja", "{root}/chat.jinja"])
 def test_passes_template_text_to_the_engine(root, form):
-    plan = plan_with(settings(root, f"{{chat_template: {form.format(root=root)}}}"))
+    engine = f"{{chat_template: {form.format(root=root)}, options: {{seed: 7}}}}"
+    plan = plan_with(settings(root, engine))
     assert argument(plan) == TEMPLATE
+    assert "--seed" in plan.release.engine.argv
 
 
 def test_changed_template_text_changes_the_release(root):
@@ -46,12 +48,6 @@ def test_changed_template_text_changes_the_release(root):
     assert argument(without) is None
     assert names[0] == names[1]
     assert len({*names, without.release.name}) == 3
-
-
-def test_chat_template_keeps_other_engine_options(root):
-    plan = plan_with(settings(root, "{chat_template: chat.jinja, options: {seed: 7}}"))
-    assert argument(plan) == TEMPLATE
-    assert "--seed" in plan.release.engine.argv
 
 
 def test_plan_prints_line_count_and_hash_instead_of_template_text(root):

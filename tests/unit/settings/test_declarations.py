@@ -9,30 +9,11 @@ from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.documents import convert, to_yaml_data
 from spark_deploy.config.settings.types import COMMAND_FLAGS, Settings
 
-DECLARATION = "spark_deploy/config/settings/service.py"
-WRITTEN = {"docs/reference/settings.md", "group_vars/all.yml", "schema/settings.schema.json"}
 PARTS = (
     "spark_deploy", "files/contract", "files/host", "files/image", "files/checkpoint",
     "docs", "group_vars", "schema",
     "catalog", "proofs", "tools", "tests", "lab", "reports",
 )  # fmt: skip
-MADE_UP = '    nap_s: int = Field(default=7, ge=1)\n    """Seconds of a nap."""\n'
-USE = """
-import pathlib, sys
-from spark_deploy.config.errors import SettingsError
-from spark_deploy.config.settings.load import load_hosts
-root = pathlib.Path(sys.argv[1])
-def nap():
-    return load_hosts({"a": ["x"]}, root=root)["x"].settings.watch.nap_s
-print(nap())
-(root / "group_vars/a.yml").write_text("watch: {nap_s: 9}")
-print(nap())
-(root / "group_vars/a.yml").write_text("watch: {nap_s: 0}")
-try:
-    nap()
-except SettingsError as error:
-    print(error)
-"""
 # The same for an engine argument, used by a profile.
 ARGUMENTS = "spark_deploy/config/settings/engine.py"
 MADE_UP_ARGUMENT = '    naps: int | None = Field(default=None, ge=1)\n    """Naps."""\n'
@@ -80,30 +61,6 @@ def run(checkout, *words):
 def contents(checkout):
     files = (path for path in checkout.rglob("*") if path.is_file())
     return {path.relative_to(checkout).as_posix(): path.read_bytes() for path in files}
-
-
-@pytest.mark.slow
-def test_a_new_setting_needs_one_declaration(checkout, tmp_path):
-    declaration = checkout / DECLARATION
-    before = declaration.read_text("utf-8")
-    line = next(line for line in before.splitlines(True) if "    stall_s: int" in line)
-    declaration.write_text(before.replace(line, MADE_UP + line))
-
-    was = contents(checkout)
-    run(checkout, "tools/docs/generate.py")
-    now = contents(checkout)
-
-    assert {name for name in now if now[name] != was.get(name)} == WRITTEN
-    assert b"  nap_s: 7  # Seconds of a nap.\n" in now["group_vars/all.yml"]
-    assert (
-        b"`watch.nap_s` | integer | `7` | Seconds of a nap. |" in now["docs/reference/settings.md"]
-    )
-    own = tmp_path / "own"
-    (own / "group_vars").mkdir(parents=True)
-    default, chosen, *refusal = run(checkout, "-c", USE, str(own)).splitlines()
-    assert (default, chosen) == ("7", "9")
-    assert "group_vars/a.yml: watch.nap_s: 0 is less than the minimum of 1" in "".join(refusal)
-    assert "fix: use 1 or more. Seconds of a nap." in "".join(refusal)
 
 
 @pytest.mark.slow
