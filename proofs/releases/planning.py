@@ -10,9 +10,9 @@ from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.catalog.model import PlainModel
 from spark_deploy.config.settings.sources import HubSettings
 from spark_deploy.lock import hub as hubs
-from spark_deploy.lock.file import write_lock
 from spark_deploy.lock.headers import read_anatomy
-from spark_deploy.lock.types import Lock
+from spark_deploy.lock.resolve import write_lock
+from spark_deploy.lock.types import EMPTY_LOCK, Lock
 
 HERE = Path(__file__).parent / "inventory"
 PAIR = 'cluster.hosts=["spark-1","spark-2"]'
@@ -56,7 +56,7 @@ def make_lock(store: Path) -> Lock:
         anatomies = [
             read_anatomy(m.repository, s.commit, own) for m, s in zip(plain, sources, strict=True)
         ]
-    return Lock.from_entries(sources, anatomies=anatomies)
+    return EMPTY_LOCK.with_entries(sources, anatomies=anatomies)
 
 
 def run_plan(inventory: Path, chosen: list[str]) -> str:

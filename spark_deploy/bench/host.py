@@ -1,25 +1,32 @@
+"""Measure on a host: login, tunnel, samples and `vllm bench serve`; notes while this runs."""
+
+import json
 import re
 import shlex
 import socket
 import subprocess
 import tempfile
+import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from spark_contract import tool
 from spark_contract.documents import parse
 from spark_contract.paths import Paths, release_file
-from spark_contract.release import Release
+from spark_contract.release import CHAT, Release
 from spark_contract.status import Status
 
-from spark_deploy.bench.result import Sample, Served
+from spark_deploy.bench.result import Load, Sample, Served
 from spark_deploy.config.errors import SparkError, unreachable
 from spark_deploy.inventory.connections import ssh_reason
 
+Note = Callable[[str], None]
+TICK_S = 5.0  # between notes
 _COMMAND_TIMEOUT_S = 60.0
 _TUNNEL_TIMEOUT_S = 15.0
 # Prints CELSIUS,WATTS or nothing; read by `parse_gpu_sensors`.
@@ -92,6 +99,33 @@ def read_draft_counters(login: Login, service: str) -> tuple[int, int]:
     for kind, value in _COUNTER.findall(text):
         counts[kind] += int(float(value))
     return counts["draft"], counts["accepted"]
+
+
+@contextmanager
+def ticking(
+    text: str | Callable[[], str],
+    note: Callable[[str], None],
+    every_s: float | None = None,
+    *,
+    first_s: float | None = None,
+) -> Iterator[None]:
+    """Print ``text`` with the elapsed time every ``every_s``, first after ``first_s`` seconds."""
+    started, done = time.monotonic(), threading.Event()
+
+    def tick() -> None:
+        wait_s = first_s or every_s or TICK_S
+        while not done.wait(wait_s):
+            current = text if isinstance(text, str) else text()
+            note(f"{current}: {time.monotonic() - started:.0f} s")
+            wait_s = every_s or TICK_S
+
+    thread = threading.Thread(target=tick, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 @contextmanager
@@ -177,3 +211,101 @@ def parse_gpu_sensors(text: str) -> tuple[float | None, float | None]:
         except ValueError:
             values.append(None)
     return values[0], values[1]
+
+
+# --- protocol vllm-bench: `vllm bench serve` from the engine image
+
+REQUESTS, WARM_UPS = 10, 3
+_BENCH_TIMEOUT_S = 3600.0
+_NO_BENCH = "no vllm bench serve in this image"
+# The container has no GPU and downloads nothing. It reads the key from standard input, because
+# docker users can read a container's environment.
+_CONTAINER = (
+    "docker", "run", "--rm", "-i", "--pull", "never", "--network", "host", "--log-driver", "none",
+    "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--read-only",
+    "--tmpfs", "/tmp:rw,exec,nosuid,nodev,mode=1777,size=1g", "--entrypoint", "sh",
+    *(word for text in (
+        "HOME=/tmp", "HF_HUB_OFFLINE=1", "TRANSFORMERS_OFFLINE=1", "VLLM_NO_USAGE_STATS=1",
+        "NVIDIA_VISIBLE_DEVICES=void",
+    ) for word in ("--env", text)),
+)  # fmt: skip
+_OUT = "/tmp/result.json"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadCase:
+    concurrency: int = 1
+    prompt_tokens: int = 8192
+    answer_tokens: int = 256
+
+    @property
+    def requests(self) -> int:
+        return REQUESTS * self.concurrency
+
+    def limited_to(self, context_tokens: int) -> "LoadCase":
+        """Return the case with prompts that leave room for the answer and chat template."""
+        room = context_tokens - self.answer_tokens - 64
+        return replace(self, prompt_tokens=min(self.prompt_tokens, room))
+
+
+def measure_loads(
+    login: Login, release: Release, port: int, key_path: str, cases: list[LoadCase], note: Note
+) -> tuple[str | None, tuple[Load, ...]]:
+    """Run the cases in turn; return the results, and vLLM's version or None if it is missing."""
+    version, loads = None, list[Load]()
+    for case in cases:
+        seed, plural = int(time.time()), "s" * (case.concurrency > 1)
+        title = f"vllm-bench, {case.concurrency} client{plural}"
+        note(
+            f"{title}: running vllm bench serve on the host, {WARM_UPS + case.requests} prompts of "
+            f"{case.prompt_tokens} tokens with answers of {case.answer_tokens}"
+        )
+        with ticking(title, note):
+            output = login.run(load_script(release, port, key_path, case, seed), _BENCH_TIMEOUT_S)
+        if output.strip() == _NO_BENCH:
+            return None, ()
+        version, _, document = output.partition("\n")
+        load = parse_load(json.loads(document), case, seed)
+        first_token = f"first token after {load.first_token_ms / 1000:.2f} s"
+        note(f"{title}: {load.output_tokens_per_s:.1f} tok/s, {first_token}")
+        if failed := load.requests - load.completed:
+            problem = f"{failed} of {load.requests} requests failed"
+            raise SparkError.one(login.name, problem, "run `spark-deploy logs` to see the reason")
+        loads.append(load)
+    return version, tuple(loads)
+
+
+def load_script(release: Release, port: int, key_path: str, case: LoadCase, seed: int) -> str:
+    """Return a shell script that prints vLLM's version and the result, or ``_NO_BENCH``."""
+    bench = shlex.join([
+        "vllm", "bench", "serve", "--backend", "openai-chat",
+        "--base-url", f"http://127.0.0.1:{port}", "--endpoint", CHAT,
+        "--model", release.names[0], "--tokenizer", "/model", "--dataset-name", "random",
+        "--random-input-len", str(case.prompt_tokens),
+        "--random-output-len", str(case.answer_tokens),
+        "--num-prompts", str(case.requests), "--num-warmups", str(WARM_UPS),
+        "--max-concurrency", str(case.concurrency), "--seed", str(seed), "--ignore-eos",
+        "--temperature", "0", "--percentile-metrics", "ttft,tpot,itl,e2el", "--disable-tqdm",
+        "--save-result", "--result-filename", _OUT,
+    ])  # fmt: skip
+    no_bench = f"echo {shlex.quote(_NO_BENCH)}"
+    inner = (
+        "IFS= read -r OPENAI_API_KEY; export OPENAI_API_KEY; "
+        f"command -v vllm >/dev/null || {{ {no_bench}; exit 0; }}; {bench} >&2 || exit 1; "
+        "$(head -n 1 $(command -v vllm) | cut -c3-) -c "
+        "'import importlib.metadata as m; print(m.version(\"vllm\"))' || exit 1; "
+        f"cat {_OUT}"
+    )
+    mount = f"type=bind,source={release.tree.path},target=/model,readonly"
+    container = shlex.join([*_CONTAINER, "--mount", mount, release.image.tag, "-c", inner])
+    # Exit code 127 means that the image has no shell.
+    return f"{container} < {shlex.quote(key_path)} || {{ [ $? -eq 127 ] || exit 1; {no_bench}; }}"
+
+
+def parse_load(data: dict[str, Any], case: LoadCase, seed: int) -> Load:
+    return Load(
+        case.concurrency, case.prompt_tokens, case.answer_tokens, case.requests,
+        int(data["completed"]), seed, int(data["total_input_tokens"]),
+        int(data["total_output_tokens"]), round(float(data["output_throughput"]), 3),
+        *(round(float(data[f"mean_{name}_ms"]), 3) for name in ("ttft", "tpot", "e2el")),
+    )  # fmt: skip

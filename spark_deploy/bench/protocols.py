@@ -1,11 +1,10 @@
-"""Benchmark protocols: `seeds` (five prompts), `llama-benchy` and `vllm-bench`."""
+"""Benchmark protocols for clients: `seeds` (five prompts), `llama-benchy` and `tools`."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import os
-import shlex
 import shutil
 import ssl
 import subprocess
@@ -18,14 +17,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from spark_contract.release import CHAT, Release
+import yaml
 
-from spark_deploy.bench.host import Login
-from spark_deploy.bench.result import Answer, Cell, Load
+from spark_deploy.bench.host import Note, ticking
+from spark_deploy.bench.result import Answer, Cell, ToolCase
 from spark_deploy.config.errors import SparkError
-from spark_deploy.ticking import ticking
-
-Note = Callable[[str], None]
+from spark_deploy.config.schema_errors import schema_problems
 
 
 class RejectedError(SparkError):
@@ -233,99 +230,116 @@ def parse_cells(data: dict[str, Any]) -> tuple[str, tuple[Cell, ...]]:
     return str(data["version"]), cells
 
 
-# --- vllm-bench: `vllm bench serve` from the engine image, on the host
+# --- tools: requests whose tool calls must have exact names, types and values
 
-REQUESTS, WARM_UPS = 10, 3
-_BENCH_TIMEOUT_S = 3600.0
-_NO_BENCH = "no vllm bench serve in this image"
-# The container has no GPU and downloads nothing. It reads the key from standard input, because
-# docker users can read a container's environment.
-_CONTAINER = (
-    "docker", "run", "--rm", "-i", "--pull", "never", "--network", "host", "--log-driver", "none",
-    "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--read-only",
-    "--tmpfs", "/tmp:rw,exec,nosuid,nodev,mode=1777,size=1g", "--entrypoint", "sh",
-    *(word for text in (
-        "HOME=/tmp", "HF_HUB_OFFLINE=1", "TRANSFORMERS_OFFLINE=1", "VLLM_NO_USAGE_STATS=1",
-        "NVIDIA_VISIBLE_DEVICES=void",
-    ) for word in ("--env", text)),
-)  # fmt: skip
-_OUT = "/tmp/result.json"
+_CALL_TOKENS = 512
+Call = tuple[str, Any]  # name and arguments
 
 
 @dataclass(frozen=True, slots=True)
-class LoadCase:
-    concurrency: int = 1
-    prompt_tokens: int = 8192
-    answer_tokens: int = 256
-
-    @property
-    def requests(self) -> int:
-        return REQUESTS * self.concurrency
-
-    def limited_to(self, context_tokens: int) -> LoadCase:
-        """Return the case with prompts that leave room for the answer and chat template."""
-        room = context_tokens - self.answer_tokens - 64
-        return replace(self, prompt_tokens=min(self.prompt_tokens, room))
+class Case:
+    name: str
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+    calls: tuple[Call, ...]
+    stream: bool
 
 
-def measure_loads(
-    login: Login, release: Release, port: int, key_path: str, cases: list[LoadCase], note: Note
-) -> tuple[str | None, tuple[Load, ...]]:
-    """Run the cases in turn; return the results, and vLLM's version or None if it is missing."""
-    version, loads = None, list[Load]()
-    for case in cases:
-        seed, plural = int(time.time()), "s" * (case.concurrency > 1)
-        title = f"vllm-bench, {case.concurrency} client{plural}"
-        note(
-            f"{title}: running vllm bench serve on the host, {WARM_UPS + case.requests} prompts of "
-            f"{case.prompt_tokens} tokens with answers of {case.answer_tokens}"
-        )
-        with ticking(title, note):
-            output = login.run(load_script(release, port, key_path, case, seed), _BENCH_TIMEOUT_S)
-        if output.strip() == _NO_BENCH:
-            return None, ()
-        version, _, document = output.partition("\n")
-        load = parse_load(json.loads(document), case, seed)
-        first_token = f"first token after {load.first_token_ms / 1000:.2f} s"
-        note(f"{title}: {load.output_tokens_per_s:.1f} tok/s, {first_token}")
-        if failed := load.requests - load.completed:
-            problem = f"{failed} of {load.requests} requests failed"
-            raise SparkError.one(login.name, problem, "run `spark-deploy logs` to see the reason")
-        loads.append(load)
-    return version, tuple(loads)
+def read_cases() -> Iterator[Case]:
+    data = yaml.safe_load(Path(__file__).with_name("tool_calls.yml").read_text(encoding="utf-8"))
+    for name, case in data["cases"].items():
+        messages: list[dict[str, Any]] = []
+        for turn in case.get("after", ()):
+            past = _as_openai(turn["calls"])
+            messages += [
+                _user_message(turn),
+                {"role": "assistant", "content": None, "tool_calls": past},
+            ]
+            messages += [
+                {"role": "tool", "tool_call_id": call["id"], "content": result}
+                for call, result in zip(past, turn["results"], strict=True)
+            ]
+        calls = tuple(item for call in case["calls"] for item in call.items())
+        offered = dict.fromkeys([*(name for name, _ in calls), *case.get("also", ())])
+        tools = [_tool_definition(tool, data["tools"][tool]) for tool in offered]
+        stream = case.get("stream", False)
+        yield Case(name, [*messages, _user_message(case)], tools, calls, stream)
 
 
-def load_script(release: Release, port: int, key_path: str, case: LoadCase, seed: int) -> str:
-    """Return a shell script that prints vLLM's version and the result, or ``_NO_BENCH``."""
-    bench = shlex.join([
-        "vllm", "bench", "serve", "--backend", "openai-chat",
-        "--base-url", f"http://127.0.0.1:{port}", "--endpoint", CHAT,
-        "--model", release.names[0], "--tokenizer", "/model", "--dataset-name", "random",
-        "--random-input-len", str(case.prompt_tokens),
-        "--random-output-len", str(case.answer_tokens),
-        "--num-prompts", str(case.requests), "--num-warmups", str(WARM_UPS),
-        "--max-concurrency", str(case.concurrency), "--seed", str(seed), "--ignore-eos",
-        "--temperature", "0", "--percentile-metrics", "ttft,tpot,itl,e2el", "--disable-tqdm",
-        "--save-result", "--result-filename", _OUT,
-    ])  # fmt: skip
-    no_bench = f"echo {shlex.quote(_NO_BENCH)}"
-    inner = (
-        "IFS= read -r OPENAI_API_KEY; export OPENAI_API_KEY; "
-        f"command -v vllm >/dev/null || {{ {no_bench}; exit 0; }}; {bench} >&2 || exit 1; "
-        "$(head -n 1 $(command -v vllm) | cut -c3-) -c "
-        "'import importlib.metadata as m; print(m.version(\"vllm\"))' || exit 1; "
-        f"cat {_OUT}"
-    )
-    mount = f"type=bind,source={release.tree.path},target=/model,readonly"
-    container = shlex.join([*_CONTAINER, "--mount", mount, release.image.tag, "-c", inner])
-    # Exit code 127 means that the image has no shell.
-    return f"{container} < {shlex.quote(key_path)} || {{ [ $? -eq 127 ] || exit 1; {no_bench}; }}"
+def _user_message(turn: Mapping[str, Any]) -> dict[str, Any]:
+    return {"role": "user", "content": turn["prompt"]}
 
 
-def parse_load(data: dict[str, Any], case: LoadCase, seed: int) -> Load:
-    return Load(
-        case.concurrency, case.prompt_tokens, case.answer_tokens, case.requests,
-        int(data["completed"]), seed, int(data["total_input_tokens"]),
-        int(data["total_output_tokens"]), round(float(data["output_throughput"]), 3),
-        *(round(float(data[f"mean_{name}_ms"]), 3) for name in ("ttft", "tpot", "e2el")),
-    )  # fmt: skip
+def _tool_definition(name: str, tool: Mapping[str, Any]) -> dict[str, Any]:
+    parameters = {
+        "type": "object", "properties": tool["properties"],
+        "required": list(tool["properties"]), "additionalProperties": False,
+    }  # fmt: skip
+    function = {"name": name, "description": tool["description"], "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def _as_openai(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {"id": f"call_{number}", "type": "function",
+         "function": {"name": name, "arguments": json.dumps(arguments)}}
+        for number, call in enumerate(calls)
+        for name, arguments in call.items()
+    ]  # fmt: skip
+
+
+def measure_tools(endpoint: Endpoint, note: Note) -> Iterator[ToolCase]:
+    for case in read_cases():
+        try:
+            problem = find_problem(
+                case, merge_deltas(send_chat_request(endpoint, _request_body(endpoint, case)))
+            )
+        except RejectedError as error:
+            problem = error.problems[0].line
+        note(f"tools, {case.name}: {problem or 'correct'}")
+        yield ToolCase(case.name, problem)
+
+
+def _request_body(endpoint: Endpoint, case: Case) -> dict[str, Any]:
+    return {
+        "model": endpoint.model, "messages": case.messages, "tools": case.tools,
+        "tool_choice": "auto", "temperature": 0, "max_tokens": _CALL_TOKENS, "stream": case.stream,
+        "chat_template_kwargs": {"enable_thinking": False},
+    }  # fmt: skip
+
+
+def merge_deltas(chunks: Iterator[dict[str, Any]]) -> dict[str, Any]:
+    """Join the chunks of a streamed message."""
+    content, calls = "", dict[int, dict[str, Any]]()
+    for chunk in chunks:
+        for choice in chunk.get("choices") or ():
+            delta = choice.get("delta") or choice.get("message") or {}
+            content += delta.get("content") or ""
+            for position, part in enumerate(delta.get("tool_calls") or ()):
+                index = part.get("index", position)
+                call = calls.setdefault(index, {"name": "", "arguments": ""})
+                for key, text in (part.get("function") or {}).items():
+                    call[key] = call.get(key, "") + (text or "")
+    return {"content": content, "tool_calls": [call for _, call in sorted(calls.items())]}
+
+
+def find_problem(case: Case, message: Mapping[str, Any]) -> str | None:
+    """Return the first difference between a message and the expected calls."""
+    schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in case.tools}
+    missing = list(case.calls)
+    for call in message["tool_calls"]:
+        name, text = call["name"], call["arguments"]
+        if name not in schemas:
+            return f"called {name!r}, which is not among the request's tools"
+        try:
+            arguments = json.loads(text)
+        except ValueError:
+            return f"invalid JSON in the arguments of {name}: {text[:80]!r}"
+        if problem := next(schema_problems(arguments, schemas[name], lambda _: "arguments"), None):
+            return f"{name}: {problem.where}: {problem.what}"
+        if (name, arguments) not in missing:
+            return f"called {name} with {json.dumps(arguments)[:160]}"
+        missing.remove((name, arguments))
+    if not message["tool_calls"]:
+        return f"no tool call; the answer is {message['content'][:80]!r}"
+    return f"did not call {missing[0][0]}" if missing else None

@@ -16,7 +16,8 @@ from typing import Any
 import yaml
 from spark_contract.release import Release
 
-from spark_deploy.bench.protocols import GRID_NAME, WARM_UPS
+from spark_deploy.bench.host import WARM_UPS
+from spark_deploy.bench.protocols import GRID_NAME
 from spark_deploy.bench.result import BenchResult
 
 # Columns in llama-benchy's CSV, and keys in its JSON.

@@ -54,7 +54,7 @@ COMMANDS = {name: text for commands in SECTIONS.values() for name, text in comma
 _CHANGES = ("stop", "start", "rollback", "prune", "rotate-key", "uninstall", "fabric")
 _MODULES = {
     **dict.fromkeys(_CHANGES, "changes"), **dict.fromkeys(("top", "logs"), "live"),
-    "set": "settings", "stop": "stop_start", "start": "stop_start",
+    "ask": "connect", "set": "settings", "use": "settings",
 }  # fmt: skip
 # Our command for each name that similar tools use.
 _SIMILAR = {

@@ -13,8 +13,7 @@ from spark_contract import builder_api
 from spark_contract.builder_api import CONFIG, GENERATION, TOKENIZER, RepositoryDescription, Scheme
 from spark_contract.documents import to_json
 
-from spark_deploy.cli import changes, share, use
-from spark_deploy.cli.catalog_files import Draft, write_files
+from spark_deploy.cli import changes, share
 from spark_deploy.cli.console import (
     FILE,
     Options,
@@ -27,9 +26,10 @@ from spark_deploy.cli.console import (
     shared_options,
 )
 from spark_deploy.cli.hosts import Target, build_plan, select_hosts
+from spark_deploy.cli.models import Draft, write_files
 from spark_deploy.cli.plan_text import plan_lines, row
 from spark_deploy.cli.recipes import draft_from_recipe
-from spark_deploy.cli.settings import edit_line, edits_data
+from spark_deploy.cli.settings import apply_choice, edit_line, edits_data
 from spark_deploy.config.catalog.architecture import Anatomy
 from spark_deploy.config.catalog.load import read_families
 from spark_deploy.config.catalog.model import HybridModel
@@ -40,10 +40,10 @@ from spark_deploy.config.errors import CatalogError, SparkError, one_line, print
 from spark_deploy.lock.headers import (
     describe_repository,
     make_anatomy,
-    read_hub_token,
     temporary_builder,
 )
 from spark_deploy.lock.hub import ModelCard, read_model_card
+from spark_deploy.lock.resolve import read_hub_token
 from spark_deploy.plan.artifacts import tensor_fields
 from spark_deploy.plan.resolve import model_and_profile
 
@@ -106,7 +106,7 @@ def add(
     try:
         lines += _add_plan(options, added, data)
         if select:
-            edits, names = use.apply_choice(options, choice)
+            edits, names = apply_choice(options, choice)
             data["chosen"] = edits_data(edits)
             data["next"] = [next_command(options, "up", *names)]
             lines += map(edit_line, edits)

@@ -13,7 +13,8 @@ from spark_contract.documents import DocumentError, parse, to_json, to_plain
 from spark_contract.release import Release
 from spark_contract.units import MAIN_SERVICE
 
-from spark_deploy.bench import host, protocols, report, tools
+from spark_deploy.bench import host, protocols, report
+from spark_deploy.bench.host import LoadCase, ticking
 from spark_deploy.bench.result import Answer, BenchResult, Cell, Load, Published, Served, ToolCase
 from spark_deploy.bench.submission import Origin, write_submission
 from spark_deploy.cli import changes
@@ -22,12 +23,11 @@ from spark_deploy.cli.console import FILE, FOLDER, Options, note, service_option
 from spark_deploy.cli.hosts import Target, build_plan, select_hosts, selected_services
 from spark_deploy.config.catalog.types import Catalog
 from spark_deploy.config.errors import SparkError
-from spark_deploy.ticking import ticking
 
 _TICK_S = 30.0  # between notes; a run takes hours
 _COUNT = click.IntRange(min=1)
 _PROTOCOL = click.Choice(["seeds", "tools", "llama-benchy", "vllm-bench"])
-_Sizes = TypeVar("_Sizes", protocols.Grid, protocols.LoadCase)
+_Sizes = TypeVar("_Sizes", protocols.Grid, LoadCase)
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,17 +286,17 @@ class _Run:
                 "the model has no tool call parser", "set parsers.tool_call in its model file"
             )
             return ()
-        return tuple(tools.measure_tools(self.endpoint, note))
+        return tuple(protocols.measure_tools(self.endpoint, note))
 
     def measure_loads(self, port: int, key_path: str) -> tuple[str | None, tuple[Load, ...]]:
         if not self.is_requested("vllm-bench"):
             return None, ()
-        case = self.measurement.apply(protocols.LoadCase())
+        case = self.measurement.apply(LoadCase())
         cases = [
             replace(case, concurrency=clients).limited_to(self.context_tokens)
             for clients in self.measurement.clients or [1]
         ]
-        result = protocols.measure_loads(self.login, self.release, port, key_path, cases, note)
+        result = host.measure_loads(self.login, self.release, port, key_path, cases, note)
         if result[0] is None:
             problem = f"image {self.release.image.tag} does not contain `vllm bench serve`"
             self.skip(problem, "choose another protocol or image")

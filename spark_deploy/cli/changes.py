@@ -1,7 +1,9 @@
-"""Commands that run a pyinfra deploy: preview, confirmation, equivalent command, progress."""
+"""Commands that change hosts: with pyinfra deploys, or with the host tools (stop, start)."""
 
 import functools
+import getpass
 import shlex
+import socket
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -10,6 +12,7 @@ from typing import Any, TypeVar
 import click
 from pyinfra.api.host import Host
 from rich.console import Console
+from spark_contract import tool
 from spark_contract.errors import Problem
 from spark_contract.release import parse_service
 from spark_contract.status import Rollback
@@ -18,9 +21,11 @@ from spark_contract.units import MAIN_SERVICE
 from spark_deploy.cli.console import (
     Options,
     command_path,
+    next_command,
     note,
     print_problem,
     print_result,
+    service_option,
     shared_options,
 )
 from spark_deploy.cli.hosts import (
@@ -31,11 +36,13 @@ from spark_deploy.cli.hosts import (
     query,
     read_status,
     select_hosts,
+    selected_services,
 )
 from spark_deploy.cli.progress_screen import INTERRUPTED, watch
 from spark_deploy.config.checkout import CHECKOUT, cache_folder
 from spark_deploy.config.errors import SettingsError, SparkError
-from spark_deploy.hosts.status import RollbackPreview
+from spark_deploy.hosts.commands import shell
+from spark_deploy.hosts.status import HostStatus, RollbackPreview
 from spark_deploy.inventory.command_line import makes_plan
 from spark_deploy.inventory.run import run_deploy
 
@@ -156,6 +163,8 @@ def fabric(options: Options, restore: bool, measure: bool) -> int:
 
 
 _QUESTIONS = {
+    "stop": "Stop serving? Clients get 503 until you run start.",
+    "start": "Start the last proven releases?",
     "fabric": "Change the network configuration of the ports between them? (--dry shows the file)",
     "measure": "Send up to 1 GB over each port to the next host while they serve requests?",
     "rollback": "Return to the previous release?",
@@ -276,3 +285,92 @@ def deploy_file(command: str) -> str:
 
 def print_command(argv: Sequence[str]) -> None:
     print(shlex.join([command_path(argv[0]), *argv[1:]]), file=sys.stderr, flush=True)
+
+
+_UNIT_SECONDS = {"m": 60, "h": 3600, "d": 86400}
+
+
+@click.command
+@service_option("Only this service.")
+@click.option(
+    "--for", "period", metavar="PERIOD", help="Start again after PERIOD, such as 30m, 1h or 2d."
+)
+@shared_options(confirms=True)
+def stop(options: Options, service: str | None, period: str | None) -> int:
+    """Return 1 if a host did not stop."""
+    arguments = [tool.STOP_SERVICE, "--by", f"{getpass.getuser()}@{socket.gethostname()}"]
+    if period is not None:
+        number, unit = period[:-1], period[-1:]
+        if not number.isdecimal() or not int(number) or unit not in _UNIT_SECONDS:
+            problem = f"invalid period {period!r}, expected a number with m, h or d"
+            raise SparkError.one("--for", problem, "add a valid period, for example `--for 90m`")
+        arguments += ["--for", str(int(number) * _UNIT_SECONDS[unit])]
+    return _run_tool(options, "stop", arguments, service)
+
+
+@click.command
+@service_option("Start only this service.")
+@shared_options(confirms=True)
+def start(options: Options, service: str | None) -> int:
+    """Return 1 if a host did not start the last proven release."""
+    return _run_tool(options, "start", [tool.START_SERVICE], service)
+
+
+def _run_tool(options: Options, command: str, arguments: list[str], service: str | None) -> int:
+    hosts = select_hosts(options, must_serve=False)
+    if service in (None, MAIN_SERVICE):
+        _require_all_members(options, command, hosts)
+    services = {host.name: selected_services(host, service) for host in hosts}
+    if options.dry:
+        return dry_run(options, query(hosts, read_status), lambda host, status: "; ".join(
+            _preview_text(command, status, name) for name in services[host.name]))  # fmt: skip
+    if len(hosts) > 1:
+        confirm(options, f"{', '.join(host.name for host in hosts)}: {_QUESTIONS[command]}")
+
+    def run(host: Host, target: Target) -> tuple[bool, str]:
+        names = services[target.name]
+        # If a service fails, continue with the next.
+        verb, *flags = arguments
+        commands = "; ".join(
+            f"{tool.command_line(verb, name, *flags)} 2>&1 || failed=1" for name in names
+        )
+        script = (
+            f"if [ -x {tool.HOST_TOOL} ]; then failed=0; {commands}; exit $failed; "
+            "else echo 'not set up yet; fix: run `spark-deploy up`'; exit 1; fi"
+        )
+        # Each engine may need its full start and stop timeouts.
+        serve = target.settings.serve
+        timeout_s = (serve.start_timeout_s + serve.stop_timeout_s + 300) * len(names)
+        ok, output = host.run_shell_command(
+            shell(script), _sudo=target.data["_sudo"], _timeout=timeout_s
+        )
+        return ok, output.stdout.strip()
+
+    results = []
+    for answer in query(hosts, run, verb="stopping" if command == "stop" else "starting"):
+        ok, output = answer.value or (False, "")
+        results.append({**answer.data(), "ok": ok, "output": output})
+    texts = ([f"{result['host']}: {result['output'] or result['problem']}"] for result in results)
+    print_result(options, results, texts, separator="\n")
+    return 0 if all(result["ok"] for result in results) else 1
+
+
+def _require_all_members(options: Options, command: str, hosts: list[Target]) -> None:
+    """Reject part of a cluster, because its members start only together."""
+    names = {host.name for host in hosts}
+    for host in hosts:
+        members = host.settings.cluster.hosts
+        if missing := [name for name in members if name not in names]:
+            problem = f"is in a cluster with {', '.join(missing)}, which you did not select"
+            fix = f"run `{next_command(options, command, *members)}`"
+            raise SparkError.one(host.name, problem, fix)
+
+
+def _preview_text(command: str, status: HostStatus, name: str) -> str:
+    service = status.service(name)
+    active, good = (service.active, service.known_good) if service else (None, None)
+    release = status.release(active or good)
+    text = f"{release.model} with {release.profile}" if release else active or good
+    if command == "start":
+        return f"{name} {'already serves' if active else 'will serve'} {text or 'nothing: run up'}"
+    return f"{name} will stop: {text}; clients get 503" if active else f"{name} serves nothing"

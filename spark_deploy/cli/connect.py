@@ -1,23 +1,24 @@
-"""``spark-deploy connect``: URL, model name, API key and client setup of each server.
+"""``spark-deploy connect`` and ``ask``: connection data and client setup; answer a question.
 
 The output contains a command that reads the key instead of the key itself. The key therefore does
 not appear in shell histories, argv or files.
 """
 
-import dataclasses
-import json
 import shlex
-from collections.abc import Callable, Iterator
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import click
 from spark_contract.units import MAIN_SERVICE
 
 from spark_deploy.bench.host import Login, open_tunnel, tunnel_argv
-from spark_deploy.bench.protocols import Endpoint
-from spark_deploy.cli.connection import Connection, hold_tunnels
+from spark_deploy.bench.protocols import Endpoint, measure_answer
+from spark_deploy.cli.clients import CLIENTS, ROUTERS, Connection, connection_lines, example
 from spark_deploy.cli.console import (
     Options,
     next_command,
@@ -33,118 +34,17 @@ from spark_deploy.cli.hosts import (
     select_hosts,
     selected_services,
 )
-from spark_deploy.cli.routers import ROUTERS, model_names
 from spark_deploy.config.catalog.model import HybridModel, PlainModel
-from spark_deploy.config.errors import SparkError
+from spark_deploy.config.errors import SparkError, one_line, printable, unreachable
 from spark_deploy.hosts.certificates import ca_path
 from spark_deploy.hosts.gateway import TailnetAddress
+from spark_deploy.inventory.connections import ssh_reason
 from spark_deploy.inventory.plans import read_inventory
 from spark_deploy.plan.gateway import CONTAINER_NAME, LOOPBACK, base_urls, gateway_plan, url
 from spark_deploy.plan.kv_cache import context_tokens
 from spark_deploy.plan.resolve import model_and_profile
 
-QUESTION = "What is 7823 * 4519?"
-_WEBUI_IMAGE, _WEBUI_PORT = "ghcr.io/open-webui/open-webui:main", 3000
-_OPENCODE_ANSWER_TOKENS = 32_000
-
-
-@dataclass(frozen=True, slots=True)
-class Client:
-    instructions: str  # THIS stands for the connect command
-    render: Callable[[Connection], Iterator[str]]
-
-
-def _exports(**values: str) -> Iterator[str]:
-    yield from (f"export {name}={shlex.quote(value)}" for name, value in values.items())
-
-
-def _key_export(name: str, server: Connection) -> str:
-    return f'export {name}="$({server.read_key})"'
-
-
-def _render_env(server: Connection) -> Iterator[str]:
-    yield from _exports(OPENAI_BASE_URL=server.base_url, OPENAI_MODEL=server.model)
-    yield _key_export("OPENAI_API_KEY", server)
-    if server.ca:
-        yield from _exports(SSL_CERT_FILE=server.ca)
-
-
-def _render_claude(server: Connection) -> Iterator[str]:
-    yield from _exports(ANTHROPIC_BASE_URL=server.base_url.removesuffix("/v1"))
-    yield _key_export("ANTHROPIC_AUTH_TOKEN", server)
-    yield "unset ANTHROPIC_API_KEY"
-    models = ("", "_DEFAULT_OPUS", "_DEFAULT_SONNET", "_DEFAULT_HAIKU")
-    yield from _exports(
-        **{f"ANTHROPIC{kind}_MODEL": server.model for kind in models},
-        CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
-    )
-    if server.ca:
-        yield from _exports(NODE_EXTRA_CA_CERTS=server.ca, SSL_CERT_FILE=server.ca)
-
-
-def _render_python(server: Connection) -> Iterator[str]:
-    yield "import os, subprocess"
-    if server.ca:
-        yield f"os.environ['SSL_CERT_FILE'] = {server.ca!r}"
-    yield f"""from openai import OpenAI
-
-read_key = {shlex.split(server.read_key)!r}
-key = subprocess.check_output(read_key, text=True).strip()
-client = OpenAI(base_url={server.base_url!r}, api_key=key)
-answer = client.chat.completions.create(
-    model={server.model!r},
-    messages=[{{'role': 'user', 'content': {QUESTION!r}}}],
-    stream=True,
-)
-for piece in answer:
-    for choice in piece.choices:
-        print(choice.delta.content or '', end='', flush=True)
-print()"""
-
-
-def _render_opencode(server: Connection) -> Iterator[str]:
-    # By default opencode requests 32,000-token answers, which exceed small contexts.
-    context = server.context_tokens or 0
-    limit = {"context": context, "output": min(_OPENCODE_ANSWER_TOKENS, context // 4)}
-    limits = {"limit": limit} if context else {}
-    provider = {
-        "npm": "@ai-sdk/openai-compatible",
-        "name": server.host,
-        "options": {"baseURL": server.base_url, "apiKey": "{env:OPENAI_API_KEY}"},
-        "models": {name: {"name": name, **limits} for name in server.names},
-    }
-    schema, name = "https://opencode.ai/config.json", server.host.lstrip("@")
-    config = {"$schema": schema, "model": f"{name}/{server.model}", "provider": {name: provider}}
-    yield json.dumps(config, indent=2)
-
-
-def _render_openwebui(server: Connection) -> Iterator[str]:
-    yield _key_export("OPENAI_API_KEY", server)
-    argv = ["docker", "run", "-d", "--name", "open-webui", "--network", "host"]
-    # Listen only on loopback, because the first visitor becomes administrator and can use the key.
-    argv += ["-e", "HOST=127.0.0.1", "-e", f"PORT={_WEBUI_PORT}"]
-    argv += ["-e", f"OPENAI_API_BASE_URL={server.base_url}"]
-    # Without a value, docker reads the key from the environment, which keeps it out of argv.
-    argv += ["-e", "OPENAI_API_KEY", "-v", "open-webui:/app/backend/data"]
-    if server.ca:
-        inside = "/etc/ssl/spark-ca.pem"
-        argv += ["-v", f"{server.ca}:{inside}:ro", "-e", f"SSL_CERT_FILE={inside}"]
-    yield shlex.join([*argv, _WEBUI_IMAGE])
-
-
-CLIENTS: dict[str, Client] = {
-    "openwebui": Client(
-        f"run these lines on Linux, then open http://127.0.0.1:{_WEBUI_PORT}", _render_openwebui
-    ),
-    "opencode": Client(
-        "save as opencode.json; export the key with `--for env` before starting opencode",
-        _render_opencode,
-    ),
-    "claude": Client('eval "$(THIS)"; claude', _render_claude),
-    "python": Client("pip install openai; python FILE", _render_python),
-    "curl": Client("run this line", lambda server: iter([server.example])),
-    "env": Client('eval "$(THIS)"', _render_env),
-}
+_POLL_S = 0.5
 
 
 @click.command
@@ -165,9 +65,7 @@ def connect(options: Options, client: str | None, service: str | None, tunnel: b
     elif client:
         _print_client(options, client, service, servers)
     elif tunnel:
-        hold_tunnels(
-            [(server.host, server.base_url, server.tunnel) for server in servers if server.tunnel]
-        )
+        _hold_tunnels([server for server in servers if server.tunnel])
     else:
         print_result(options, servers, map(connection_lines, servers))
     return 0
@@ -220,11 +118,11 @@ def _print_client(
     if len(servers) != 1:
         problem = f"{len(servers)} hosts selected: {', '.join(server.host for server in servers)}"
         raise SparkError.one(f"--for {name}", problem, "select one host")
-    [server], client = servers, CLIENTS[name]
-    print("\n".join(client.render(server)))
+    [server], (instructions, render) = servers, CLIENTS[name]
+    print("\n".join(render(server)))
     argv = ["connect", server.host, *(["--service", service] if service else [])]
     command = next_command(options, *argv, "--for", name)
-    note(f"use      {client.instructions.replace('THIS', command)}")
+    note(f"use      {instructions.replace('THIS', command)}")
     if server.tunnel:
         note(f"tunnel   in another terminal: {next_command(options, *argv, '--tunnel')}")
 
@@ -236,13 +134,18 @@ def _print_router(
     hosts: list[Target],
     servers: list[Connection],
 ) -> None:
-    if service is None:  # the main gateway serves the models of all services
+    if service is None:  # the main gateway accepts the model names of all services
         servers = [
-            dataclasses.replace(server, names=model_names(host))
-            for host, server in zip(hosts, servers, strict=True)
-        ]
-    print("\n".join(ROUTERS[name].render(servers)))
-    note(f"use      {ROUTERS[name].instructions}")
+            replace(server, names=tuple(
+                name
+                for settings in (main, *map(main.service_settings, main.services))
+                for name in settings.serve.names_of(settings.model)
+            ))
+            for server, main in zip(servers, (host.settings for host in hosts), strict=True)
+        ]  # fmt: skip
+    instructions, render = ROUTERS[name]
+    print("\n".join(render(servers)))
+    note(f"use      {instructions}")
     if any(server.tunnel for server in servers):
         note(f"tunnels  in another terminal: {next_command(options, 'connect', '--tunnel')}")
 
@@ -263,7 +166,7 @@ def make_connection(
         settings = settings.service_settings(service)
     plan = gateway_plan(settings, host.name, service)
     if tailnet_address:
-        plan = dataclasses.replace(plan, address=tailnet_address)
+        plan = replace(plan, address=tailnet_address)
     names = settings.serve.names_of(settings.model)
     local = host.name.startswith("@")
     login = [] if local else ssh_command(host)
@@ -333,41 +236,107 @@ def ssh_command(host: Target) -> list[str]:
     return [*argv, f"{user}{data.get('ssh_hostname', host.name)}"]
 
 
-def connection_lines(server: Connection) -> Iterator[str]:
-    yield f"{server.host}:"
-    aliases = f" (also {', '.join(server.names[1:])})" if server.names[1:] else ""
-    yield f"  base URL   {server.base_url} ({server.users})"
-    if server.container:
-        yield f"  containers {server.container}, on this host, with"
-        yield f"             docker run --add-host {CONTAINER_NAME}:host-gateway ..."
-    yield f"  model      {server.model}{aliases}"
-    yield f"  API key    {server.key_path} on the host"
-    yield f"  read key   {server.read_key}"
-    if server.ca:
-        yield f"  CA         {server.ca} on this machine, created by the first deploy; for clients:"
-        yield f"             curl --cacert {server.ca}; Python: SSL_CERT_FILE={server.ca}"
-    if server.tunnel:
-        yield f"  tunnel     {server.tunnel}"
-    yield f"  try        {server.example}"
+def _hold_tunnels(servers: Sequence[Connection]) -> None:
+    """Keep the tunnels open until Ctrl-C or a failure."""
+    if not servers:
+        fix = "run `spark-deploy connect` without --tunnel"
+        raise SparkError.one("--tunnel", "these hosts need no tunnel", fix)
+    # Without this handler, Ctrl-C could interrupt between the start and registration of a tunnel.
+    interrupts: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
+    with ExitStack() as stack:
+        running: list[tuple[str, subprocess.Popen[str]]] = []
+        for server in servers:
+            command = shlex.split(server.tunnel or "")
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            )
+            stack.callback(process.wait, timeout=20)
+            stack.callback(process.terminate)
+            running.append((server.host, process))
+            note(f"{server.host}: {server.base_url}")
+        note("tunnels stay open until Ctrl-C")
+        while True:
+            time.sleep(_POLL_S)
+            if interrupts:  # the tunnels have also received the signal
+                note("")
+                return
+            for name, process in running:
+                if process.poll() is not None:
+                    output = process.stderr.read() if process.stderr else ""
+                    if reason := ssh_reason(output):
+                        raise SparkError([unreachable(name, *reason)])
+                    problem = (
+                        f"tunnel ended with exit code {process.returncode}: {one_line(output)}"
+                    )
+                    fix = "stop the program that uses the port, then run the command again"
+                    raise SparkError.one(name, problem, fix)
 
 
-# Path and body of an example request for each model task.
-_REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "chat": ("chat/completions", {"messages": [{"role": "user", "content": QUESTION}]}),
-    "completion": ("completions", {"prompt": "The capital of France is", "max_tokens": 9}),
-    "embedding": ("embeddings", {"input": QUESTION}),
-    "reranking": ("rerank", {"query": QUESTION, "documents": ["a number", "a city"]}),
-    "classification": ("classify", {"input": QUESTION}),
-}
+@click.command
+@click.argument("question")
+@service_option("Use this service instead of the main one.")
+@click.option(
+    "--tokens",
+    default=2048,
+    type=click.IntRange(min=1),
+    help="Maximum number of tokens to generate.",
+)
+@shared_options()
+def ask(options: Options, question: str, service: str | None, tokens: int) -> int:
+    hosts = hosts_for_clients(select_hosts(options, must_serve=False), options, service)
+    results = []
+    for target in hosts:
+        if (task := make_connection(target, service=service).task) != "chat":
+            command = next_command(options, "connect", target.name)
+            fix = f"run `{command}` and send the request that it prints"
+            raise SparkError.one(target.name, f"the model is for {task}, not for chat", fix)
+        if len(hosts) > 1 and not options.json:
+            print(f"{target.name}:")
+        results.append(ask_host(target, question, service, tokens, print_answer=not options.json))
+    if options.json:
+        print_result(options, results, ())
+    return 0
 
 
-def example(base_url: str, model: str, read_key: str, ca: str | None, task: str = "chat") -> str:
-    path, content = _REQUESTS[task]
-    body = {"model": model, **content}
-    trust = f"--cacert {shlex.quote(ca)} " if ca else ""
-    # curl reads the header from stdin, because every user on this machine can read argv.
-    return (
-        f"{read_key} | sed 's/^/Authorization: Bearer /' | "
-        f"curl -s {trust}{base_url}/{path} -H @- "
-        f"-H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
-    )
+def ask_host(
+    target: Target, question: str, service: str | None, tokens: int, *, print_answer: bool
+) -> dict[str, Any]:
+    """Ask a host through its gateway; print the answer as it arrives if ``print_answer``.
+
+    Raises SparkError if there is no connection or no complete answer.
+    """
+    pieces: list[str] = []
+    reasoning_seen = False
+
+    def show(piece: str, is_reasoning: bool) -> None:
+        nonlocal reasoning_seen
+        if is_reasoning:
+            if print_answer and not reasoning_seen:
+                note("the model reasons before it answers ...")
+            reasoning_seen = True
+            return
+        # Models put empty lines between reasoning and answer.
+        piece = piece if pieces else piece.lstrip()
+        if not piece:
+            return
+        pieces.append(piece)
+        if print_answer:
+            print(printable(piece), end="", flush=True)
+
+    with open_endpoint(target, service) as endpoint:
+        answer = measure_answer(endpoint, question, tokens, temperature=None, show=show)
+    text = "".join(pieces)
+    if print_answer:
+        print()
+        if not text:
+            note(f"reasoning reached the limit of {tokens} tokens; add `--tokens {tokens * 4}`")
+        note(
+            f"{answer.completion_tokens} tokens, {answer.tokens_per_s:.1f} tok/s, "
+            f"first token after {answer.first_token_s:.2f} s"
+        )
+    return {
+        "host": target.name, "model": endpoint.model, "answer": text,
+        "completion_tokens": answer.completion_tokens, "first_token_s": answer.first_token_s,
+        "tokens_per_s": round(answer.tokens_per_s, 1),
+    }  # fmt: skip

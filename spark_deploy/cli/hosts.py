@@ -19,6 +19,7 @@ from pyinfra.api.state import BaseStateCallback, State, StateStage
 from pyinfra.context import ctx_host, ctx_state
 from spark_contract.units import MAIN_SERVICE
 
+from spark_deploy.bench.host import ticking
 from spark_deploy.cli.console import Options, note, short_list
 from spark_deploy.config.catalog.architecture import Anatomy
 from spark_deploy.config.catalog.model import PlainModel
@@ -33,15 +34,13 @@ from spark_deploy.inventory.connections import BOOTSTRAP, CHECK_NETWORK, patch_p
 from spark_deploy.inventory.host_keys import Endpoint, HostKey, readable_ssh_files
 from spark_deploy.inventory.host_names import CONTEXT_KEY, HostContext
 from spark_deploy.inventory.plans import payload_identity, read_headers, read_inventory
-from spark_deploy.lock.file import read_lock
-from spark_deploy.lock.resolve import companion_repositories, required_names, resolve
+from spark_deploy.lock.resolve import companion_repositories, read_lock, required_names, resolve
 from spark_deploy.lock.types import Lock, LockedImage, LockedSource, SourceFile
 from spark_deploy.plan.artifacts import original_bytes
 from spark_deploy.plan.host import plan_host
 from spark_deploy.plan.memory import weight_sizes
 from spark_deploy.plan.resolve import Request
 from spark_deploy.plan.types import HostPlan
-from spark_deploy.ticking import ticking
 
 T = TypeVar("T")
 

@@ -11,7 +11,6 @@ import click
 import yaml
 
 from spark_deploy.cli import update
-from spark_deploy.cli.catalog_files import SCHEMAS
 from spark_deploy.cli.console import (
     FOLDER,
     Options,
@@ -22,7 +21,7 @@ from spark_deploy.cli.console import (
     profile_option,
     shared_options,
 )
-from spark_deploy.cli.models import PLAIN_PROFILE, find_fitting_profiles, is_stage
+from spark_deploy.cli.models import PLAIN_PROFILE, SCHEMAS, find_fitting_profiles, is_stage
 from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import Problem, SparkError

@@ -17,7 +17,7 @@ from spark_deploy.config.catalog.types import Catalog
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import LockError, SparkError
 from spark_deploy.inventory.plans import verify_names_if_online
-from spark_deploy.lock.file import read_lock
+from spark_deploy.lock.resolve import read_lock
 from spark_deploy.plan.host import plan_document
 from spark_deploy.plan.resolve import model_and_profile
 from spark_deploy.plan.speed import Calibration, calibrated, compute_speed

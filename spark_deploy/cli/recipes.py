@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from spark_deploy.cli.catalog_files import Draft
+from spark_deploy.cli.models import Draft
 from spark_deploy.config.catalog.profile import (
     METHODS_WITH_REPOSITORY,
     Profile,

@@ -19,7 +19,6 @@ from spark_contract import files
 from spark_contract.records import Proof
 from spark_contract.units import COMMIT
 
-from spark_deploy.cli.catalog_files import write_files
 from spark_deploy.cli.console import (
     FILE,
     Options,
@@ -35,6 +34,7 @@ from spark_deploy.cli.hosts import (
     read_status,
     select_hosts,
 )
+from spark_deploy.cli.models import write_files
 from spark_deploy.config.catalog.load import read_file
 from spark_deploy.config.documents import CLOSED, convert, schema_of, to_yaml_data
 from spark_deploy.config.errors import CatalogError, LockError, Problem, one_line
@@ -43,8 +43,7 @@ from spark_deploy.config.settings import allowed
 from spark_deploy.config.settings.engine import canonical_options
 from spark_deploy.config.settings.service import CatalogName
 from spark_deploy.lock import hub
-from spark_deploy.lock.file import read_lock, validate_lock, write_lock
-from spark_deploy.lock.headers import read_hub_token
+from spark_deploy.lock.resolve import read_hub_token, read_lock, validate_lock, write_lock
 from spark_deploy.lock.types import LockedSource, image_name
 from spark_deploy.plan.types import HostPlan
 

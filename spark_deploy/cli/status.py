@@ -30,8 +30,7 @@ from spark_deploy.hosts.uninstall import (
     read_resources,
     uninstall_request,
 )
-from spark_deploy.lock.file import read_lock
-from spark_deploy.lock.resolve import required_names
+from spark_deploy.lock.resolve import read_lock, required_names
 from spark_deploy.plan.jobs import plan_jobs
 from spark_deploy.plan.memory import gib
 from spark_deploy.plan.types import HostPlan

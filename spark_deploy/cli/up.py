@@ -22,19 +22,18 @@ from spark_contract.status import RunningRollout
 from spark_contract.tool import COMPILING
 from spark_contract.units import MAIN_SERVICE, PREPARE
 
-from spark_deploy.cli import changes, update, use
-from spark_deploy.cli.ask import ask_host
-from spark_deploy.cli.connect import QUESTION, hosts_for_clients, make_connections
+from spark_deploy.cli import changes, update
+from spark_deploy.cli.clients import QUESTION
+from spark_deploy.cli.connect import ask_host, hosts_for_clients, make_connections
 from spark_deploy.cli.console import Options, next_command, note, print_problem, shared_options
 from spark_deploy.cli.hosts import Answer, Target, build_plan, check_access, query, select_hosts
 from spark_deploy.cli.progress_screen import PHASES, format_duration, print_text
-from spark_deploy.cli.settings import edit_line
+from spark_deploy.cli.settings import apply_choice, edit_line
 from spark_deploy.config.errors import SparkError, one_line
 from spark_deploy.hosts.payload import read_payload
 from spark_deploy.hosts.status import HostStatus, Jobs, JobStates, Status
 from spark_deploy.inventory.login import find_public_key
-from spark_deploy.lock.file import read_lock
-from spark_deploy.lock.resolve import format_size, required_names
+from spark_deploy.lock.resolve import format_size, read_lock, required_names
 from spark_deploy.plan.jobs import plan_jobs
 from spark_deploy.plan.types import HostPlan
 
@@ -134,7 +133,7 @@ def _offer_to_save(choice: str, options: Options) -> None:
     if options.yes or not sys.stdin.isatty():
         note(f"to keep this choice, run `{command}`")
     elif click.confirm(f"Write this choice to your settings files ({command})?", err=True):
-        for edit in use.apply_choice(options, choice)[0]:
+        for edit in apply_choice(options, choice)[0]:
             note(edit_line(edit))
 
 

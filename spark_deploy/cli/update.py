@@ -20,8 +20,14 @@ from spark_deploy.inventory.plans import (
     unverified_builds,
     verify_names_if_online,
 )
-from spark_deploy.lock.file import read_lock, write_lock
-from spark_deploy.lock.resolve import Names, check_single_revisions, required_names, resolve
+from spark_deploy.lock.resolve import (
+    Names,
+    check_single_revisions,
+    read_lock,
+    required_names,
+    resolve,
+    write_lock,
+)
 from spark_deploy.lock.types import Lock, VerifiedNames, names_to_verify
 from spark_deploy.plan.jobs import built_title
 from spark_deploy.plan.types import CheckpointPlan, SourcePlan

@@ -19,7 +19,7 @@ from spark_deploy.hosts.facts import find_cached_value, read_fact
 from spark_deploy.hosts.files import pack_files, place_files, unpack_script
 from spark_deploy.hosts.operations import Commands, fail, host_command, host_operation, log_lines
 from spark_deploy.hosts.status import JobStates, parse_poll, poll_command
-from spark_deploy.lock.headers import read_hub_token
+from spark_deploy.lock.resolve import read_hub_token
 from spark_deploy.plan.jobs import Work
 from spark_deploy.plan.types import ManagedFile
 

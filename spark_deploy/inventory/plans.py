@@ -25,8 +25,13 @@ from spark_deploy.inventory.command_line import inventory_argument, missing_inve
 from spark_deploy.inventory.groups import Group, groups_from, select_hosts
 from spark_deploy.inventory.host_names import CONTEXT_KEY, context_of, host_problems
 from spark_deploy.lock import headers
-from spark_deploy.lock.file import validate_lock, write_lock
-from spark_deploy.lock.resolve import companion_repositories, format_size, load_or_extend_lock
+from spark_deploy.lock.resolve import (
+    companion_repositories,
+    format_size,
+    load_or_extend_lock,
+    validate_lock,
+    write_lock,
+)
 from spark_deploy.lock.types import Lock, VerifiedNames, names_to_verify
 from spark_deploy.plan.artifacts import checkpoint_plan
 from spark_deploy.plan.cluster import Wave, plan_waves

@@ -1,18 +1,18 @@
-"""Read the headers of locked repositories and compare tensor names with the catalog.
+"""Read headers and config.json of locked repositories: tensor names, sizes and KV cache.
 
 The checkpoint builder reads them in a subprocess, with the same rules and limits as on hosts.
 """
 
 import os
-import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from spark_contract import builder_api, documents
 from spark_contract.builder_api import (
@@ -25,15 +25,14 @@ from spark_contract.builder_api import (
     RepositoryDescription,
     SourceCounts,
 )
-from spark_contract.documents import DocumentError, to_json, to_plain
+from spark_contract.documents import DocumentError, shorten, to_json, to_plain
 from spark_contract.errors import parse_problem
 
 from spark_deploy.config.catalog.architecture import Anatomy, CacheLayers
 from spark_deploy.config.checkout import CHECKOUT
-from spark_deploy.config.errors import LockError, SettingsError
-from spark_deploy.config.settings.load import read_secret
+from spark_deploy.config.errors import LockError
 from spark_deploy.config.settings.sources import HubSettings
-from spark_deploy.lock.kv_cache_spec import ModelConfig, UnknownCacheSizeError, cache_layers
+from spark_deploy.lock.resolve import read_hub_token
 from spark_deploy.lock.types import VerifiedNames
 
 _Document = TypeVar("_Document")
@@ -130,8 +129,209 @@ def describe_repository(
         return builder.read(RepositoryDescription, DESCRIBE, *arguments, version)
 
 
+# --- size of KV cache and recurrent state per layer; unknown layer types or fields make it unknown
+
+_COUNT_LIMIT = 1 << 32
+# Sections of the language model in multimodal configurations.
+_TEXT_SECTIONS = ("text_config", "llm_config", "language_config", "thinker_config")
+
+
+class UnknownCacheSizeError(Exception):
+    """The cache size cannot be computed from the configuration."""
+
+
+class ModelConfig:
+    """Values of config.json; the section of the language model takes precedence."""
+
+    def __init__(self, where: str, config: Mapping[str, Any]) -> None:
+        self.where = where
+        sections = [config[key] for key in _TEXT_SECTIONS if isinstance(config.get(key), dict)]
+        self._levels = (*sections[:1], config)
+
+    def get(self, name: str) -> Any:
+        """Return the first value that is not null."""
+        return next((level[name] for level in self._levels if level.get(name) is not None), None)
+
+    def top_level(self, name: str) -> Any:
+        return self._levels[-1].get(name)
+
+    def first_count(self, *names: str) -> int | None:
+        """Return the first of these values that is set."""
+        for name in names:
+            value = self.get(name)
+            if value is None:
+                continue
+            if type(value) is not int or not 0 <= value < _COUNT_LIMIT:
+                what = f"{name} is {shorten(value)}, expected a number from 0 to {_COUNT_LIMIT - 1}"
+                raise LockError.one(self.where, what, "choose another commit of the repository")
+            return value
+        return None
+
+    def require(self, *names: str) -> int:
+        """Return a count above zero, or raise UnknownCacheSizeError."""
+        value = self.first_count(*names)
+        if not value:
+            raise UnknownCacheSizeError(f"config.json lacks {names[0]}")
+        return value
+
+    def text(self, name: str) -> str:
+        """Return the value if it is a short printable string, otherwise an empty string."""
+        value = self.get(name)
+        is_valid = isinstance(value, str) and len(value) <= 100 and value.isprintable()
+        return str(value) if is_valid else ""
+
+    def strings(self, name: str) -> tuple[str, ...]:
+        value = self.get(name)
+        return tuple(map(str, value)) if isinstance(value, list) and len(value) < 4096 else ()
+
+
+_SIXTEEN_BIT_BYTES = 2
+_MAX_LAYERS = 1024
+_STATE_BYTES = 4  # recurrent state is float32
+# All layers are full attention unless `layer_types` differs.
+_ALL_FULL = frozenset((
+    "apertus", "arcee", "cohere", "ernie4_5", "ernie4_5_moe", "exaone", "gemma", "glm", "glm4",
+    "glm4_moe", "granite", "granitemoe", "hunyuan_v1_dense", "hunyuan_v1_moe", "internlm2",
+    "internlm3", "llama", "minimax_m2", "ministral3", "mistral", "mixtral", "nemotron", "olmo",
+    "olmo2", "olmoe", "phi", "phi3", "phimoe", "qwen2", "qwen2_5_vl_text", "qwen2_moe",
+    "qwen2_vl_text", "qwen3", "qwen3_moe", "qwen3_vl_text", "qwen3_vl_moe_text", "seed_oss",
+    "smollm3", "solar", "stablelm", "starcoder2",
+))  # fmt: skip
+_ENCODERS = frozenset((
+    "bert", "deberta-v2", "distilbert", "electra", "gte", "jina_bert", "modernbert", "mpnet",
+    "new", "nomic_bert", "roberta", "snowflake_arctic_embed", "xlm-roberta",
+))  # fmt: skip
+# Fields that affect the cache size in ways that are not computed here.
+_UNSUPPORTED = (
+    "attention_k_eq_v", "compress_ratios", "cross_attention_layers", "index_head_dim",
+    "indexer_n_heads", "index_topk", "num_kv_shared_layers", "num_global_key_value_heads",
+    "global_head_dim", "per_layer_config", "block_configs",
+)  # fmt: skip
+
+
+def cache_layers(config: ModelConfig) -> tuple[CacheLayers, ...]:
+    """Return the cache size per layer type, or raise UnknownCacheSizeError."""
+    kind = config.text("model_type")
+    if kind in _ENCODERS:
+        return ()
+    for name in _UNSUPPORTED:
+        if config.get(name):
+            raise UnknownCacheSizeError(
+                f"the effect of {name} in config.json on the cache size is unknown"
+            )
+    layer_types = Counter(_list_layer_types(config, kind))
+    return tuple(_CACHES[name](config, number) for name, number in sorted(layer_types.items()))
+
+
+def _list_layer_types(config: ModelConfig, model_type: str) -> list[str]:
+    layers = config.require("num_hidden_layers", "n_layer", "num_layers")
+    if layers > _MAX_LAYERS:
+        raise UnknownCacheSizeError(f"config.json has {layers} layers")
+    if config.get("kv_lora_rank") is not None:
+        return ["latent"] * layers
+    if layer_types := config.strings("layer_types"):
+        return _check_layer_types(layer_types, layers)
+    if config.first_count("full_attention_interval") and config.get("linear_num_key_heads"):
+        full = layers // config.require("full_attention_interval")
+        return ["full_attention"] * full + ["linear_attention"] * (layers - full)
+    if pattern := config.text("hybrid_override_pattern"):
+        return _parse_pattern(pattern, layers)
+    if model_type not in _ALL_FULL:
+        model = model_type or "a model without model_type"
+        raise UnknownCacheSizeError(f"the layer types of {model} are unknown")
+    if config.first_count("sliding_window") is None or config.get("use_sliding_window") is False:
+        return ["full_attention"] * layers
+    return ["sliding_attention"] * layers
+
+
+def _check_layer_types(layer_types: tuple[str, ...], layers: int) -> list[str]:
+    if len(layer_types) != layers:
+        raise UnknownCacheSizeError(
+            f"layer_types lists {len(layer_types)} layers, but the model has {layers}"
+        )
+    for name in layer_types:
+        if name not in _CACHES:
+            raise UnknownCacheSizeError(f"unknown layer type {name[:40]!r}")
+    return list(layer_types)
+
+
+def _parse_pattern(pattern: str, layers: int) -> list[str]:
+    """Parse a Nemotron-H pattern: M is Mamba-2, * is attention, - and E have no cache."""
+    if len(pattern) != layers or set(pattern) - set("M*-E"):
+        raise UnknownCacheSizeError("hybrid_override_pattern has an unknown format")
+    return [{"M": "mamba", "*": "full_attention"}[char] for char in pattern if char in "M*"]
+
+
+def _kv_bytes_per_token(config: ModelConfig) -> int:
+    heads = config.require("num_attention_heads", "n_head")
+    head_dim = config.first_count("head_dim") or config.require("hidden_size", "n_embd") // heads
+    kv_heads = config.first_count("num_key_value_heads") or heads
+    return 2 * kv_heads * head_dim * _SIXTEEN_BIT_BYTES  # keys and values
+
+
+def _full(config: ModelConfig, layers: int) -> CacheLayers:
+    return CacheLayers(kind="full", layers=layers, token_bytes=_kv_bytes_per_token(config))
+
+
+def _sliding(config: ModelConfig, layers: int) -> CacheLayers:
+    window = config.require("sliding_window")
+    return CacheLayers(
+        kind="sliding", layers=layers, token_bytes=_kv_bytes_per_token(config), window_tokens=window
+    )
+
+
+def _latent(config: ModelConfig, layers: int) -> CacheLayers:
+    width = config.require("kv_lora_rank") + config.require("qk_rope_head_dim")
+    return CacheLayers(kind="latent", layers=layers, token_bytes=width * _SIXTEEN_BIT_BYTES)
+
+
+def _delta_net(config: ModelConfig, layers: int) -> CacheLayers:
+    key_dim = config.require("linear_key_head_dim")
+    keys_width = config.require("linear_num_key_heads") * key_dim
+    value_dim = config.require("linear_value_head_dim")
+    values_width = config.require("linear_num_value_heads") * value_dim
+    kernel = config.require("linear_conv_kernel_dim")
+    conv_row_bytes = (2 * keys_width + values_width) * _SIXTEEN_BIT_BYTES
+    return _state(layers, values_width * key_dim * _STATE_BYTES, kernel, conv_row_bytes)
+
+
+def _mamba(config: ModelConfig, layers: int) -> CacheLayers:
+    heads = config.require("mamba_num_heads", "mamba_n_heads", "num_heads")
+    width = heads * config.require("mamba_head_dim", "mamba_d_head", "head_dim")
+    state = config.require("ssm_state_size", "mamba_d_state", "state_size")
+    groups = config.require("n_groups", "mamba_n_groups")
+    kernel = config.require("conv_kernel", "mamba_d_conv")
+    is_float32 = config.text("mamba_ssm_cache_dtype") == "float32"
+    recurrence_bytes = width * state * (_STATE_BYTES if is_float32 else _SIXTEEN_BIT_BYTES)
+    conv_row_bytes = (width + 2 * groups * state) * _SIXTEEN_BIT_BYTES
+    return _state(layers, recurrence_bytes, kernel, conv_row_bytes)
+
+
+def _state(layers: int, recurrence_bytes: int, kernel: int, conv_row_bytes: int) -> CacheLayers:
+    """Return layers with a recurrent state and the inputs of a convolution."""
+    return CacheLayers(
+        kind="state",
+        layers=layers,
+        state_bytes=recurrence_bytes + (kernel - 1) * conv_row_bytes,
+        draft_state_bytes=conv_row_bytes,
+    )
+
+
+# By the values of `layer_types`.
+_CACHES: dict[str, Callable[[ModelConfig, int], CacheLayers]] = {
+    "full_attention": _full,
+    "attention": _full,
+    "sliding_attention": _sliding,
+    "latent": _latent,
+    "linear_attention": _delta_net,
+    "mamba": _mamba,
+}
+
+
+# --- facts about a model that plans need
+
+
 def make_anatomy(repository: str, description: RepositoryDescription) -> Anatomy:
-    """Return the facts about a model that plans need."""
     where = f"{repository}@{description.commit[:12]}: {CONFIG}"
     config = ModelConfig(where, description.documents.get(CONFIG, {}))
     sizes = {part: sum(by_dtype.values()) for part, by_dtype in description.parts.items()}
@@ -182,29 +382,3 @@ def describe_quantization(config: ModelConfig) -> str:
     if type(bits) is int and 0 < bits < 64:
         parts.append(f"{bits} bit")
     return ", ".join(dict.fromkeys(part for part in parts if part))
-
-
-_TOKEN = re.compile(r"[!-~]{1,512}")
-
-
-def read_hub_token(hub: HubSettings) -> str | None:
-    if hub.token is None:
-        return _read_login(hub.endpoint)
-    token = read_secret(hub.token, setting="hub.token")
-    if not _TOKEN.fullmatch(token):
-        what = f"{hub.token.kind} {hub.token.value[0]} does not contain a valid token"
-        raise SettingsError.one(
-            "hub.token", what, "store only the token, on a single line without spaces"
-        )
-    return token
-
-
-def _read_login(endpoint: str) -> str | None:
-    # Imported late, because it takes 0.3 s.
-    from huggingface_hub import constants, get_token
-
-    # The login is valid only for the hub of the library.
-    if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN or endpoint.rstrip("/") != constants.ENDPOINT:
-        return None
-    token = get_token()
-    return token if token and _TOKEN.fullmatch(token) else None

@@ -1,22 +1,62 @@
-"""Find the names that are not locked, look them up and write the lock."""
+"""Read the lock file; find the names that are not locked, look them up and write the lock."""
 
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+from spark_contract import files
 from spark_contract.machine import version_key
 
 from spark_deploy.config.catalog.model import Model, PlainModel
 from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.catalog.types import Catalog, version_of
-from spark_deploy.config.errors import LockError, Problem
+from spark_deploy.config.checkout import load_schema, read_mapping
+from spark_deploy.config.documents import convert, to_yaml_data
+from spark_deploy.config.errors import LockError, Problem, SettingsError
+from spark_deploy.config.schema_errors import schema_problems
+from spark_deploy.config.settings.load import read_secret
+from spark_deploy.config.settings.sources import HubSettings
 from spark_deploy.config.settings.types import Settings
-from spark_deploy.lock.file import read_lock, validate_lock, write_lock
-from spark_deploy.lock.headers import read_hub_token
 from spark_deploy.lock.registry import ImageNotFoundError, look_up_image
-from spark_deploy.lock.types import Lock, LockedImage, LockedSource, image_name
+from spark_deploy.lock.types import EMPTY_LOCK, Lock, LockedImage, LockedSource, image_name
 
 PrintLine = Callable[[str], None]
+_HEAD = """\
+# Written by `spark-deploy update`: the commit or digest of every name.
+# Keep it in version control. To update a name: `spark-deploy update --only NAME`.
+"""
+_TOKEN = re.compile(r"[!-~]{1,512}")
+
+
+def read_lock(path: Path) -> Lock:
+    if not path.exists():
+        return EMPTY_LOCK
+    data, problems = read_mapping(path, label=path.name)
+    problems = problems or list(schema_problems(data, load_schema("lock"), lambda key: path.name))
+    if problems:
+        raise LockError(problems)
+    return convert(Lock, data)
+
+
+def validate_lock(lock: Lock) -> Lock:
+    """Return the lock; raise LockError if a response of hub or registry broke the schema."""
+    data, where = to_yaml_data(lock, include_nulls=False), "the response of the hub or registry"
+    problems = list(schema_problems(data, load_schema("lock"), lambda key: where))
+    if problems:
+        raise LockError(problems)
+    return lock
+
+
+def write_lock(path: Path, lock: Lock) -> None:
+    data = to_yaml_data(lock, include_nulls=False)
+    text = _HEAD + yaml.safe_dump(data, sort_keys=False, width=120, allow_unicode=True)
+    try:
+        files.write_text(path, text)
+    except OSError as error:
+        fix = "make its directory writable, or set lock_file to another path"
+        raise LockError.one(str(path), f"cannot be written: {error.strerror}", fix) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,3 +211,26 @@ def format_size(size_bytes: int) -> str:
             return f"{size:.1f} {unit}"
         size /= 1000
     return f"{size:.1f} GB"
+
+
+def read_hub_token(hub: HubSettings) -> str | None:
+    if hub.token is None:
+        return _read_login(hub.endpoint)
+    token = read_secret(hub.token, setting="hub.token")
+    if not _TOKEN.fullmatch(token):
+        what = f"{hub.token.kind} {hub.token.value[0]} does not contain a valid token"
+        raise SettingsError.one(
+            "hub.token", what, "store only the token, on a single line without spaces"
+        )
+    return token
+
+
+def _read_login(endpoint: str) -> str | None:
+    # Imported late, because it takes 0.3 s.
+    from huggingface_hub import constants, get_token
+
+    # The login is valid only for the hub of the library.
+    if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN or endpoint.rstrip("/") != constants.ENDPOINT:
+        return None
+    token = get_token()
+    return token if token and _TOKEN.fullmatch(token) else None

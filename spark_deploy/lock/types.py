@@ -125,32 +125,6 @@ class Lock:
     )
     """Headers and config.json of repositories that are served as published."""
 
-    @classmethod
-    def from_entries(
-        cls,
-        sources: Iterable[LockedSource] = (),
-        images: Iterable[LockedImage] = (),
-        names: Iterable[VerifiedNames] = (),
-        anatomies: Iterable[Anatomy] = (),
-    ) -> "Lock":
-        """Return a sorted lock; later entries replace earlier ones of the same name."""
-        by_repo = {source.repo: source for source in sources}
-        by_reference = {image.reference: image for image in images}
-        locked = {f"{source.repo}@{source.commit}" for source in by_repo.values()} | {None}
-        by_build = {item.build: item for item in names if {item.base, item.donor} <= locked}
-        by_repository = {
-            item.repository: item
-            for item in anatomies
-            if f"{item.repository}@{item.commit}" in locked
-        }
-        return cls(
-            schema_version=1,
-            sources=dict(sorted(by_repo.items())),
-            images=dict(sorted(by_reference.items())),
-            names=dict(sorted(by_build.items())),
-            anatomies=dict(sorted(by_repository.items())),
-        )
-
     def with_entries(
         self,
         sources: Iterable[LockedSource] = (),
@@ -158,11 +132,21 @@ class Lock:
         names: Iterable[VerifiedNames] = (),
         anatomies: Iterable[Anatomy] = (),
     ) -> "Lock":
-        return Lock.from_entries(
-            [*self.sources.values(), *sources],
-            [*self.images.values(), *images],
-            [*self.names.values(), *names],
-            [*self.anatomies.values(), *anatomies],
+        """Return a sorted lock with new entries, without results for commits that it replaces."""
+        by_repo = self.sources | {source.repo: source for source in sources}
+        locked = {f"{source.repo}@{source.commit}" for source in by_repo.values()} | {None}
+        by_build = self.names | {item.build: item for item in names}
+        by_repository = self.anatomies | {item.repository: item for item in anatomies}
+        return Lock(
+            schema_version=1,
+            sources=dict(sorted(by_repo.items())),
+            images=dict(sorted({**self.images, **{i.reference: i for i in images}}.items())),
+            names={k: v for k, v in sorted(by_build.items()) if {v.base, v.donor} <= locked},
+            anatomies={
+                repository: anatomy
+                for repository, anatomy in sorted(by_repository.items())
+                if f"{repository}@{anatomy.commit}" in locked
+            },
         )
 
     def has_result_for(self, names: VerifiedNames) -> bool:
@@ -178,6 +162,8 @@ class Lock:
         source = self.sources.get(repo)
         return source if source and source.revision == revision else None
 
+
+EMPTY_LOCK = Lock(schema_version=1, sources={}, images={})
 
 # Fields of a build plan that do not affect the required tensor names.
 _UNRELATED_FIELDS = ("digest", "recipe_version", "base", "donor", "layout", "out", "extra")

@@ -13,8 +13,7 @@ sys.path.insert(0, str(CHECKOUT / "tests/unit/host_tools"))
 
 from gateway_client import running_gateway
 
-from spark_deploy.cli.connect import CLIENTS
-from spark_deploy.cli.connection import Connection
+from spark_deploy.cli.clients import CLIENTS, Connection
 
 pytest_plugins = ["tests.unit.host_tools.conftest"]
 OPENCODE, CLAUDE_CODE = "opencode-ai@1.18.33", "@anthropic-ai/claude-code@2.1.328"
@@ -58,7 +57,7 @@ def run_shell(script, *args, home):
 
 
 def client_text(client, connection):
-    return "\n".join(CLIENTS[client].render(connection))
+    return "\n".join(CLIENTS[client][1](connection))
 
 
 def test_opencode_gets_an_answer_with_printed_configuration(npm, connection, tmp_path):

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from spark_deploy.cli.connect import CLIENTS
-from spark_deploy.cli.connection import Connection
+from spark_deploy.cli.clients import CLIENTS, Connection
 from tests.open_webui import READS, VERSION
 
 KEY = "sk-0123456789abcdef"
@@ -66,7 +65,7 @@ def environment(home):
     docker.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\nenv\n')
     docker.chmod(0o755)
     result = subprocess.run(
-        ["bash", "-euc", "\n".join(CLIENTS["openwebui"].render(connection))],
+        ["bash", "-euc", "\n".join(CLIENTS["openwebui"][1](connection))],
         capture_output=True, text=True, check=True, env={"PATH": f"{home}:/usr/bin:/bin"},
     )  # fmt: skip
     words = result.stdout.splitlines()

@@ -7,8 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from spark_deploy.cli.connection import Connection
-from spark_deploy.cli.routers import ROUTERS
+from spark_deploy.cli.clients import ROUTERS, Connection
 from tests.routers import LITELLM_KEY, chat, port, programs, running
 
 __all__ = ["port", "programs"]
@@ -69,7 +68,7 @@ class Handler(BaseHTTPRequestHandler):
 
 def test_litellm_distributes_requests_over_hosts_with_different_keys(programs, tmp_path, port):
     servers = [Server(f"spark-{n}", f"key-of-spark-{n}-0123", tmp_path / f"key{n}") for n in (1, 2)]
-    text = "\n".join(ROUTERS["litellm"].render([server.connection for server in servers]))
+    text = "\n".join(ROUTERS["litellm"][1]([server.connection for server in servers]))
     with running("litellm", text, programs, tmp_path, port):
         answers = Counter(chat(port, LITELLM_KEY, model) for model in ("model", "alias") * 15)
         assert set(answers) == {"spark-1", "spark-2"}
@@ -81,7 +80,7 @@ def test_litellm_distributes_requests_over_hosts_with_different_keys(programs, t
 def test_vllm_router_keeps_each_conversation_on_a_host_and_forwards_key(programs, tmp_path, port):
     key = "shared-key-0123456789"
     servers = [Server(f"spark-{n}", key, tmp_path / f"key{n}") for n in (1, 2)]
-    [line] = ROUTERS["vllm-router"].render([server.connection for server in servers])
+    [line] = ROUTERS["vllm-router"][1]([server.connection for server in servers])
 
     def hosts_of(conversation, requests=3):
         session = {"X-Session-Id": f"chat-{conversation}"}

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from spark_deploy.cli.catalog_files import schema_line
+from spark_deploy.cli.models import schema_line
 from spark_deploy.config.checkout import CHECKOUT
 
 VERSION = "1.25.0"

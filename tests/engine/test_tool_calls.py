@@ -15,7 +15,7 @@ from wheel_sources import RELEASES, fetch
 
 from lab.engine.patch import ENGINE_VERSION
 from lab.model.lessons import render
-from spark_deploy.bench.tools import find_problem, merge_deltas, read_cases
+from spark_deploy.bench.protocols import find_problem, merge_deltas, read_cases
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 SCRIPT = Path(__file__).with_name("engine_tool_parsers.py")

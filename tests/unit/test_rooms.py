@@ -65,7 +65,6 @@ ROOMS: tuple[tuple[str, frozenset[str]], ...] = tuple(
         ("files/image/spark_vllm/check", "torch triton vllm yaml"),
         # The controller.
         ("spark_deploy/__init__.py", ""),
-        ("spark_deploy/ticking.py", ""),
         ("spark_deploy/config", "yaml jsonschema pydantic pydantic_core pyinfra"),
         # Names become commits and digests: only this room queries hubs and registries.
         ("spark_deploy/lock", "yaml pydantic httpx2 huggingface_hub"),

@@ -1,3 +1,7 @@
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from spark_deploy.bench.result import Answer, BenchResult, Cell, Load, Sample, Served
@@ -22,3 +26,12 @@ def result(profile: str = "v2", speed: float = 50.0, **changes: Any) -> BenchRes
         "notes": (),
     }  # fmt: skip
     return BenchResult(**{**values, **changes})
+
+
+@contextmanager
+def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """Yield the URL of an API on localhost."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,)).start()
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+        server.shutdown()

@@ -1,19 +1,17 @@
 import json
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 import pytest
-from results import BENCHY, KEY
+from results import BENCHY, KEY, serving
 from spark_contract import tool
 from spark_contract.documents import to_json
 
-from spark_deploy import ticking
 from spark_deploy.bench import host, protocols
 from spark_deploy.bench.protocols import Endpoint, Grid, measure_answer
 from spark_deploy.bench.result import Sample
@@ -52,18 +50,12 @@ class Model(BaseHTTPRequestHandler):
 @pytest.fixture
 def model():
     handler = type("Handler", (Model,), {"requests": []})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    handler.port = server.server_address[1]
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield handler
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serving(handler) as handler.url:
+        yield handler
 
 
 def endpoint(model, key=KEY):
-    return Endpoint(f"http://127.0.0.1:{model.port}/v1", "m", key)
+    return Endpoint(model.url, "m", key)
 
 
 def test_tokens_are_counted_by_the_usage_block(model):
@@ -89,7 +81,7 @@ def test_error_of_a_rejected_request_does_not_contain_the_key(model):
 
 @pytest.mark.slow
 def test_seeds_run_twice_within_half_the_context(model, monkeypatch):
-    monkeypatch.setattr(ticking, "EVERY_S", 0.05)
+    monkeypatch.setattr(host, "TICK_S", 0.05)
     notes: list[str] = []
     answers = list(protocols.measure_seeds(endpoint(model), 1000, notes.append))
     names = ["Q&A", "code", "JSON", "math", "long code"]

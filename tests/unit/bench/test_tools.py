@@ -1,14 +1,18 @@
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 
 import pytest
-from results import KEY, result
+from results import KEY, result, serving
 
 from spark_deploy.bench import report
-from spark_deploy.bench.protocols import Endpoint
+from spark_deploy.bench.protocols import (
+    Endpoint,
+    find_problem,
+    measure_tools,
+    merge_deltas,
+    read_cases,
+)
 from spark_deploy.bench.result import ToolCase
-from spark_deploy.bench.tools import find_problem, measure_tools, merge_deltas, read_cases
 from spark_deploy.config.errors import SparkError
 
 CASES = {case.name: case for case in read_cases()}
@@ -114,13 +118,8 @@ class Server(BaseHTTPRequestHandler):
 @pytest.fixture
 def server():
     handler = type("Handler", (Server,), {})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield handler, Endpoint(f"http://127.0.0.1:{server.server_address[1]}/v1", "m", KEY)
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serving(handler) as url:
+        yield handler, Endpoint(url, "m", KEY)
 
 
 def test_streamed_and_whole_answers_are_read(server):

@@ -5,9 +5,8 @@ import sys
 import pytest
 from results import KEY
 
-from spark_deploy import ticking
-from spark_deploy.bench import host, protocols
-from spark_deploy.bench.protocols import LoadCase
+from spark_deploy.bench import host
+from spark_deploy.bench.host import LoadCase
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import SparkError
 from tests.unit.planning.plans import plan_of
@@ -42,7 +41,7 @@ class Image:
         self.put("vllm-0.32.0.dist-info/METADATA", "Name: vllm\nVersion: 0.32.0\n")
         monkeypatch.setenv("PATH", f"{root}/bin:{os.environ['PATH']}")
         monkeypatch.setenv("PYTHONPATH", str(root))
-        monkeypatch.setattr(protocols, "_OUT", str(root / "out.json"))
+        monkeypatch.setattr(host, "_OUT", str(root / "out.json"))
 
     def put(self, name, text):
         path = self.root / name
@@ -58,7 +57,7 @@ class Image:
 
     def measure(self):
         login, key = host.Login("spark-1", (), False), str(self.root / "api-key")
-        return protocols.measure_loads(login, RELEASE, 8017, key, [CASE], self.notes.append)
+        return host.measure_loads(login, RELEASE, 8017, key, [CASE], self.notes.append)
 
     def recorded(self, name):
         return (self.root / name).read_text().splitlines()
@@ -71,7 +70,7 @@ def image(tmp_path, monkeypatch):
 
 def test_parses_a_recorded_result():
     data = json.loads(RECORDED.read_text())
-    load = protocols.parse_load(data, CASE, seed=7)
+    load = host.parse_load(data, CASE, seed=7)
     assert (load.requests, load.completed, load.seed) == (20, 20, 7)
     assert load.answered_tokens == data["total_output_tokens"]
     assert load.output_tokens_per_s == round(data["output_throughput"], 3)
@@ -80,7 +79,7 @@ def test_parses_a_recorded_result():
 
 
 def test_measures_the_gateway_without_the_key_in_arguments(image, monkeypatch):
-    monkeypatch.setattr(ticking, "EVERY_S", 0.05)
+    monkeypatch.setattr(host, "TICK_S", 0.05)
     version, [load] = image.with_vllm().measure()
     assert (version, load.completed) == ("0.32.0", 20)
     assert image.recorded("key") == [KEY]

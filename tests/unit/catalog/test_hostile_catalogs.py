@@ -12,7 +12,7 @@ from spark_deploy.cli.share import read_shared
 from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.documents import to_yaml_data
-from spark_deploy.lock.file import read_lock, write_lock
+from spark_deploy.lock.resolve import read_lock, write_lock
 from spark_deploy.plan.host import plan_host
 from spark_deploy.plan.resolve import Request
 from tests.unit.hostile import accepted_or_refused, changed_in_one_place, tries

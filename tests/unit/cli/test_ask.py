@@ -7,7 +7,7 @@ import pytest
 
 from spark_deploy.bench.protocols import Endpoint
 from spark_deploy.bench.result import Answer
-from spark_deploy.cli import ask, main
+from spark_deploy.cli import connect, main
 
 PIECES = [("let me think", True), ("Par", False), ("is\x1b]0;owned\x07\n", False)]
 
@@ -27,14 +27,14 @@ def requests(monkeypatch):
         return Answer("", 1, tokens, 7, 20, 0.25, 2.0)
 
     hosts = [SimpleNamespace(name="spark-1"), SimpleNamespace(name="spark-2")]
-    monkeypatch.setattr(ask, "select_hosts", lambda options, **_: hosts[: len(options.limit)])
-    monkeypatch.setattr(ask, "hosts_for_clients", lambda hosts, *_: hosts)
-    monkeypatch.setattr(ask, "open_endpoint", open_endpoint)
+    monkeypatch.setattr(connect, "select_hosts", lambda options, **_: hosts[: len(options.limit)])
+    monkeypatch.setattr(connect, "hosts_for_clients", lambda hosts, *_: hosts)
+    monkeypatch.setattr(connect, "open_endpoint", open_endpoint)
     embeds, chats = SimpleNamespace(task="embedding"), SimpleNamespace(task="chat")
     monkeypatch.setattr(
-        ask, "make_connection", lambda target, **_: embeds if target.name == "embeds" else chats
+        connect, "make_connection", lambda target, **_: embeds if target.name == "embeds" else chats
     )
-    monkeypatch.setattr(ask, "measure_answer", measure)
+    monkeypatch.setattr(connect, "measure_answer", measure)
     return sent
 
 
@@ -59,6 +59,6 @@ def test_json_has_an_object_for_each_host(requests, capsys):
 
 def test_ask_rejects_a_model_that_is_not_for_chat(requests, monkeypatch):
     hosts = [SimpleNamespace(name="embeds")]
-    monkeypatch.setattr(ask, "select_hosts", lambda *_, **__: hosts)
+    monkeypatch.setattr(connect, "select_hosts", lambda *_, **__: hosts)
     assert main(["ask", "?"]) == 1
     assert not requests

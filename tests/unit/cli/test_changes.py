@@ -11,7 +11,7 @@ import click
 import pytest
 from spark_contract.status import NamedRelease, Rollback
 
-from spark_deploy.cli import changes, main, stop_start
+from spark_deploy.cli import changes, main
 from spark_deploy.cli.console import Options
 from spark_deploy.cli.hosts import Answer
 from spark_deploy.config.checkout import CHECKOUT
@@ -157,13 +157,13 @@ def host_of(name, *members):
 
 def run_tool(command, options, **values):
     required = {"service": None, **({"period": None} if command == "stop" else {})}
-    return int(getattr(stop_start, command).callback.__wrapped__(options, **{**required, **values}))
+    return int(getattr(changes, command).callback.__wrapped__(options, **{**required, **values}))
 
 
 @pytest.mark.parametrize("command", ["stop", "start"])
 def test_stopping_or_starting_one_member_of_a_cluster_is_rejected(command, monkeypatch):
     member = host_of("spark-2", "spark-1", "spark-2")
-    monkeypatch.setattr(stop_start, "select_hosts", lambda _, must_serve: [member])
+    monkeypatch.setattr(changes, "select_hosts", lambda _, must_serve: [member])
     with pytest.raises(
         SparkError, match="is in a cluster with spark-1, which you did not select"
     ) as error:
@@ -191,9 +191,9 @@ def test_stop_and_start_run_one_command_per_host(
         return True, SimpleNamespace(stdout="stopped\n")
 
     host = SimpleNamespace(run_shell_command=run_shell_command)
-    monkeypatch.setattr(stop_start, "select_hosts", lambda _, must_serve: [host_of("spark-1")])
+    monkeypatch.setattr(changes, "select_hosts", lambda _, must_serve: [host_of("spark-1")])
     monkeypatch.setattr(
-        stop_start, "query", lambda hosts, run, verb: [Answer(hosts[0], run(host, hosts[0]))]
+        changes, "query", lambda hosts, run, verb: [Answer(hosts[0], run(host, hosts[0]))]
     )
     values = {"service": service, **({"period": period} if period else {})}
     assert run_tool(command, Options(), **values) == 0
@@ -208,9 +208,9 @@ def test_stop_and_start_ask_for_confirmation_only_for_several_hosts(
     command, monkeypatch, questions
 ):
     hosts = [host_of("spark-1"), host_of("spark-2")]
-    monkeypatch.setattr(stop_start, "query", lambda hosts, *_, **__: [Answer(hosts[0], (True, ""))])
+    monkeypatch.setattr(changes, "query", lambda hosts, *_, **__: [Answer(hosts[0], (True, ""))])
     for chosen, count in ((hosts[:1], 0), (hosts, 1)):
-        monkeypatch.setattr(stop_start, "select_hosts", lambda _, must_serve, hosts=chosen: hosts)
+        monkeypatch.setattr(changes, "select_hosts", lambda _, must_serve, hosts=chosen: hosts)
         run_tool(command, Options())
         assert len(questions) == count
     assert all(name in questions[0] for name in ("spark-1", "spark-2"))
@@ -243,9 +243,8 @@ def test_dry_run_prints_the_change_of_each_host(words, expected, monkeypatch, ca
     if words == ["rollback"]:
         values = [Rollback(CURRENT, OLD), STOPPED]
     answers = [*map(Answer, hosts, values), Answer(hosts[2], None, "is off")]
-    for module in (changes, stop_start):
-        monkeypatch.setattr(module, "select_hosts", lambda *_, **__: hosts)
-        monkeypatch.setattr(module, "query", lambda *_, **__: answers)
+    monkeypatch.setattr(changes, "select_hosts", lambda *_, **__: hosts)
+    monkeypatch.setattr(changes, "query", lambda *_, **__: answers)
     monkeypatch.setattr(changes, "deploy", lambda *_, **__: 1 / 0)
     assert main([*words, INVENTORY, "--dry"]) == 1
     out, err = capsys.readouterr()
@@ -256,7 +255,7 @@ def test_dry_run_prints_the_change_of_each_host(words, expected, monkeypatch, ca
 
 
 def test_an_unknown_service_gets_a_suggestion(monkeypatch):
-    monkeypatch.setattr(stop_start, "select_hosts", lambda _, must_serve: [host_of("spark-1")])
+    monkeypatch.setattr(changes, "select_hosts", lambda _, must_serve: [host_of("spark-1")])
     with pytest.raises(SparkError, match="did you mean embed"):
         run_tool("stop", Options(), service="embd")
 

@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from spark_deploy.cli import main
-from spark_deploy.cli.connect import connection_lines, make_connection
+from spark_deploy.cli.clients import connection_lines
+from spark_deploy.cli.connect import make_connection
 from tests.unit.cli.targets import target_of
 
 SMALL = {"model": "jina-embeddings-v5-small", "profile": "plain", "port": 8001, "memory_gib": 6,

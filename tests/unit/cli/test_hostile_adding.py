@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from spark_contract import files
 
-from spark_deploy.cli import catalog_files
+from spark_deploy.cli import models
 from spark_deploy.cli.add import make_draft
 from spark_deploy.config.catalog.load import read_families
 from spark_deploy.config.checkout import read_mapping
@@ -227,10 +227,10 @@ def test_catalog_files_are_written_all_or_none(tmp_path, at, monkeypatch):
 
         return called
 
-    monkeypatch.setattr(catalog_files, "_check", may_end(catalog_files._check))
-    monkeypatch.setattr(catalog_files.files, "write_text", may_end(files.write_text))
+    monkeypatch.setattr(models, "_check", may_end(models._check))
+    monkeypatch.setattr(models.files, "write_text", may_end(files.write_text))
     with pytest.raises(Ended):
-        catalog_files.write_files(tmp_path, texts, force=True)
+        models.write_files(tmp_path, texts, force=True)
     result = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert [path.name for path in result] == ["mine.yml"]
     assert result[0].read_text() == "# mine\n"

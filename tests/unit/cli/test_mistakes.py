@@ -228,6 +228,34 @@ def test_interrupt_during_startup_prints_one_line(site, after_s):
     assert len(text.strip().splitlines()) == 1, text
 
 
+@pytest.mark.parametrize(
+    ("words", "once", "code", "shown"),
+    [
+        ("rollback -y", "connecting", 130, "interrupted: work on hosts continues"),
+        ("rotate-key", "[y/N]", 130, "no changes made"),
+        ("connect --tunnel", "open until Ctrl-C", 0, "tunnels stay open"),
+    ],
+)
+def test_interrupted_command_tells_whether_work_continues(
+    site, monkeypatch, words, once, code, shown
+):
+    def interrupt(process, text, _terminal):
+        if once in text and not interrupts:
+            interrupts.append(text)
+            time.sleep(1 if "-y" in words else 0.1)
+            os.killpg(process.pid, signal.SIGINT)
+
+    interrupts: list[str] = []
+    monkeypatch.setenv("TERM", "xterm")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        reach(site, silent.getsockname()[1])
+        result, text = in_terminal(site, *words.split(), act=interrupt)
+    assert (result, shown in text) == (code, True), text
+    assert ("interrupted" in text, "continues" in text) == ("-y" in words, "-y" in words)
+    if "-y" in words:  # the cursor can be seen again
+        assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l") > 0
+
+
 def cpu_s(pid):
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -14,7 +14,7 @@ from spark_deploy.cli import main
 from spark_deploy.cli.console import print_wrapped, wrap_line
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.settings.load import HostSettings, load_hosts
-from spark_deploy.lock.file import write_lock
+from spark_deploy.lock.resolve import write_lock
 from tests.unit.cli.targets import write_inventory
 from tests.unit.planning.plans import made_up_lock, shipped_catalog
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from spark_deploy.cli.connect import CLIENTS, QUESTION, Connection, example
+from spark_deploy.cli.clients import CLIENTS, QUESTION, Connection, example
 from tests.open_webui import READS
 
 ANSWER = "35352137"
@@ -25,7 +25,7 @@ def connection(client):
 
 
 def example_of(name, connection):
-    return "\n".join(CLIENTS[name].render(connection))
+    return "\n".join(CLIENTS[name][1](connection))
 
 
 def run_with_environment(name, connection, program):

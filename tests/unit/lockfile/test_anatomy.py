@@ -11,9 +11,9 @@ from spark_deploy.config.errors import LockError
 from spark_deploy.config.settings.load import load_hosts
 from spark_deploy.inventory.plans import unread_repositories, verified_lock, verify_names
 from spark_deploy.lock import hub as lookup
-from spark_deploy.lock.file import read_lock, validate_lock, write_lock
 from spark_deploy.lock.headers import make_anatomy
-from spark_deploy.lock.types import Lock
+from spark_deploy.lock.resolve import read_lock, validate_lock, write_lock
+from spark_deploy.lock.types import EMPTY_LOCK
 from tests.unit.hostile import accepted_or_refused, hostile, tries
 from tests.unit.lockfile.hub_trees import (
     CATALOG,
@@ -67,7 +67,7 @@ def settings_for(hub, tmp_path, **changes):
 def test_sums_weights_by_part_and_dtype(hub, tmp_path):
     config = {**QWEN3, "num_nextn_predict_layers": 1}
     write_repository(hub.root, REPO, ENTRIES, COMMIT, config)
-    lock = Lock.from_entries([lookup.look_up_repo(hub.url, REPO, "main", None)])
+    lock = EMPTY_LOCK.with_entries([lookup.look_up_repo(hub.url, REPO, "main", None)])
     hub.requests.clear()
     lock = verify_names(settings_for(hub, tmp_path), CATALOG_OF_ONE, lock, lambda text: None)
     result = lock.anatomies[REPO]
@@ -83,7 +83,7 @@ def test_sums_weights_by_part_and_dtype(hub, tmp_path):
 
 def test_required_lock_rejects_unread_headers(hub, tmp_path):
     write_repository(hub.root, REPO, ENTRIES, COMMIT, QWEN3)
-    lock = Lock.from_entries([lookup.look_up_repo(hub.url, REPO, "main", None)])
+    lock = EMPTY_LOCK.with_entries([lookup.look_up_repo(hub.url, REPO, "main", None)])
     settings = settings_for(hub, tmp_path, locked="required")
     unread = unread_repositories(settings, CATALOG_OF_ONE, lock)
     assert [item.repository for item in unread] == [REPO]
@@ -104,7 +104,7 @@ def test_weights_of_excluded_files_are_not_counted(hub, tmp_path):
         output["siblings"] = [sibling(path) for path in sorted(folder.iterdir())]
         listing.write_text(json.dumps(output))
     settings, say = settings_for(hub, tmp_path), list[str]().append
-    lock = Lock.from_entries([lookup.look_up_repo(hub.url, REPO, "main", None)])
+    lock = EMPTY_LOCK.with_entries([lookup.look_up_repo(hub.url, REPO, "main", None)])
     lock = verify_names(settings, CATALOG_OF_ONE, lock, say)
     assert lock.anatomies[REPO].repeats_names
     model = dataclasses.replace(MODEL, leave_out=("consolidated*",))
@@ -212,7 +212,7 @@ def test_any_config_json_is_read_or_rejected(text):
     with accepted_or_refused(in_one_line=True):
         anatomy = make_anatomy(REPO, describe(config))
         source = lookup._make_source("here", REPO, "main", _Info)
-        lock = validate_lock(Lock.from_entries([source], anatomies=[anatomy]))
+        lock = validate_lock(EMPTY_LOCK.with_entries([source], anatomies=[anatomy]))
         assert str(lock.anatomies[REPO]).isprintable()
 
 

@@ -13,8 +13,8 @@ from hypothesis import example, given, settings
 
 from spark_deploy.config.errors import LockError
 from spark_deploy.lock import hub as lookup
-from spark_deploy.lock.file import read_lock, write_lock
-from spark_deploy.lock.types import Lock
+from spark_deploy.lock.resolve import read_lock, write_lock
+from spark_deploy.lock.types import EMPTY_LOCK
 from tests.unit.checkpoint.builder_hub import Hub
 from tests.unit.hostile import hostile
 
@@ -100,7 +100,7 @@ def test_any_hub_response_gives_valid_lock_or_reported_problem(hub, answer):
         assert re.fullmatch(r"[^\n]+", problem.line)
         assert problem.line.isprintable()
         return
-    write_lock(path, Lock.from_entries([result]))
+    write_lock(path, EMPTY_LOCK.with_entries([result]))
     assert read_lock(path).sources == {REPO: result}
     assert all(type(file.size_bytes) is int for file in result.files)
     assert len({file.path for file in result.files}) == len(result.files)

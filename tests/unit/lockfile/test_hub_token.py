@@ -4,7 +4,7 @@ from huggingface_hub import constants
 from spark_deploy.config.errors import SettingsError
 from spark_deploy.config.settings.patterns import SecretRef
 from spark_deploy.config.settings.sources import HubSettings
-from spark_deploy.lock.headers import read_hub_token
+from spark_deploy.lock.resolve import read_hub_token
 
 MIRROR = "https://mirror.example"
 

@@ -5,8 +5,8 @@ from spark_contract.units import TREE_NAME
 
 from spark_deploy.config.errors import LockError, PlanError
 from spark_deploy.lock import hub as lookup
-from spark_deploy.lock.file import read_lock, write_lock
-from spark_deploy.lock.types import Lock, LockedSource, SourceFile, why_not_downloaded
+from spark_deploy.lock.resolve import read_lock, write_lock
+from spark_deploy.lock.types import EMPTY_LOCK, LockedSource, SourceFile, why_not_downloaded
 from spark_deploy.plan.artifacts import locked_source, source_plan
 from spark_deploy.plan.jobs import fetch_job
 from tests.unit.checkpoint.builder_hub import Hub
@@ -36,13 +36,13 @@ def look_up(tmp_path):
 
 
 def test_never_downloads_pickle_or_code(look_up, tmp_path):
-    result = look_up(*DOWNLOADED, "model.safetensors", *CODE)
+    result = look_up(".gitattributes", *DOWNLOADED, "model.safetensors", *CODE)
     assert {file.path for file in result.files} == {*DOWNLOADED, "model.safetensors"}
     assert result.left_out.keys() == set(CODE)
     assert "pickle" in result.left_out["pytorch_model.bin"]
     assert "code" in result.left_out["modeling_x.py"]
     path = tmp_path / "spark.lock.yml"
-    write_lock(path, Lock.from_entries([result]))
+    write_lock(path, EMPTY_LOCK.with_entries([result]))
     assert read_lock(path).source(REPO, "main") == result
     assert "modeling_x.py: is code" in path.read_text()
 
@@ -88,7 +88,7 @@ def test_rejects_old_lock_that_lists_code():
         SourceFile("model.safetensors", 1, sha256="a" * 64),
         SourceFile("modeling_x.py", 1, git_sha1="b" * 40),
     )
-    old = Lock.from_entries([LockedSource(REPO, "main", "1" * 40, files)])
+    old = EMPTY_LOCK.with_entries([LockedSource(REPO, "main", "1" * 40, files)])
     with pytest.raises(PlanError, match=r"modeling_x\.py is excluded") as caught:
         locked_source(old, REPO, "main")
     assert f"update --only {REPO}" in caught.value.problems[0].fix

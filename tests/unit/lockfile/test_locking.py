@@ -4,8 +4,9 @@ import json
 import os
 import re
 import threading
+from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from spark_contract.fetching import parse_reference
@@ -13,15 +14,20 @@ from spark_contract.fetching import parse_reference
 from spark_deploy.config.errors import LockError
 from spark_deploy.config.settings.load import load_hosts
 from spark_deploy.config.settings.service import ModelAndProfile
-from spark_deploy.lock import hub, registry
-from spark_deploy.lock.file import read_lock, write_lock
-from spark_deploy.lock.resolve import load_or_extend_lock, required_names
-from spark_deploy.lock.types import Lock
+from spark_deploy.lock import hub as lookup
+from spark_deploy.lock import registry
+from spark_deploy.lock.resolve import (
+    format_size,
+    load_or_extend_lock,
+    read_lock,
+    required_names,
+    write_lock,
+)
+from spark_deploy.lock.types import EMPTY_LOCK, SourceFile
 from tests import forked
-from tests.unit.lockfile.hub_trees import write_inventory
+from tests.unit.lockfile.hub_trees import BASE, write_inventory
 from tests.unit.planning.plans import shipped_catalog
 
-COMMIT = {"lab/tiny-int4": "1" * 40, "lab/tiny-fp8": "2" * 40}
 CONFIGURATIONS = {
     name: json.dumps({"config": {"Entrypoint": words}}).encode()
     for name, words in {
@@ -60,40 +66,18 @@ MANIFESTS = {
 
 
 class Server(BaseHTTPRequestHandler):
-    """Hub and registry; ``requests`` records the paths."""
+    """A registry; ``requests`` records the paths."""
 
     requests: ClassVar[list[str]] = []
     wrong_digest = False
 
     def do_GET(self):
         self.requests.append(self.path)
-        path = self.path.split("?")[0]
-        if path.startswith("/api/models/"):
-            self.hub(path.removeprefix("/api/models/").split("/revision/"))
-        elif path.rsplit("/", 1)[-1] in MANIFESTS:
-            self.reply(200, MANIFESTS[path.rsplit("/", 1)[-1]])
-        else:
-            self.reply(404, b"{}")
+        name = self.path.split("?")[0].rsplit("/", 1)[-1]
+        self.reply(200 if name in MANIFESTS else 404, MANIFESTS.get(name, b"{}"))
 
-    def hub(self, parts):
-        repo, revision = parts[0], parts[1] if len(parts) > 1 else "main"
-        if repo not in COMMIT:
-            return self.reply(404, b"{}", {"X-Error-Code": "RepoNotFound"})
-        if revision != "main":
-            return self.reply(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
-        lfs = {"sha256": "d" * 64, "size": 5000, "pointerSize": 130}
-        siblings = [
-            {"rfilename": ".gitattributes", "size": 1, "blobId": "a" * 40},
-            {"rfilename": "config.json", "size": 9, "blobId": "b" * 40},
-            {"rfilename": "model.safetensors", "size": 5000, "blobId": "c" * 40, "lfs": lfs},
-        ]
-        body = {"id": repo, "sha": COMMIT[repo], "siblings": siblings, "tags": []}
-        return self.reply(200, json.dumps(body).encode())
-
-    def reply(self, code, body, headers=None):
+    def reply(self, code, body):
         self.send_response(code)
-        for key, value in (headers or {}).items():
-            self.send_header(key, value)
         if "manifests" in self.path:
             digest = sha(b"other" if self.wrong_digest else body)
             self.send_header("Docker-Content-Digest", digest)
@@ -118,10 +102,10 @@ def server():
 
 
 @pytest.fixture
-def settings(server, tmp_path):
+def settings(hub, server, tmp_path):
     overrides = {
         "model": "lab-tiny",
-        "hub.endpoint": f"http://{server}",
+        "hub.endpoint": hub.url,
         "registries.insecure": [server],
         "images": {"engine": f"{server}/lab/engine:many", "gpu_check": f"{server}/lab/check:plain"},
         "expect.arch": "aarch64",
@@ -129,42 +113,47 @@ def settings(server, tmp_path):
     return load_hosts({"lab": ["a"]}, root=tmp_path, overrides=overrides)["a"].settings
 
 
-def test_locks_names_on_first_use(settings, tmp_path, server):
+def test_locks_names_on_first_use(settings, tmp_path, hub, server):
     path, output = tmp_path / "spark.lock.yml", []
     lock = load_or_extend_lock(settings, CATALOG, path, output.append)
-    source = lock.source("lab/tiny-int4", "main")
+    source = lock.source(BASE, "main")
     assert source.commit == "1" * 40
-    assert [(file.path, file.size_bytes) for file in source.files] == [
-        ("config.json", 9),
-        ("model.safetensors", 5000),
-    ]
-    assert [(f.git_sha1, f.sha256) for f in source.files] == [("b" * 40, None), (None, "d" * 64)]
+    config, shard = source.files[:2]
+    folder = hub.root / BASE / "resolve" / source.commit
+    size_bytes = (folder / "config.json").stat().st_size
+    assert config == SourceFile("config.json", size_bytes, git_sha1="b" * 40)
+    digest = hashlib.sha256((folder / shard.path).read_bytes()).hexdigest()
+    assert (shard.path[-12:], shard.sha256, shard.git_sha1) == (".safetensors", digest, None)
     assert lock.images[f"{server}/lab/engine:many"].digest == sha(INDEX)
     assert lock.images[f"{server}/lab/engine:many"].pinned == f"{server}/lab/engine@{sha(INDEX)}"
     assert read_lock(path) == lock
-    assert any("lab/tiny-int4" in line and "5.0 kB" in line for line in output)
+    text = f"  {BASE}: main is commit {'1' * 12}, {format_size(source.size_bytes)}"
+    assert text in output
 
 
 @pytest.mark.parametrize("missing", [0, 1])
-def test_looks_up_only_missing_names(settings, tmp_path, missing):
+def test_looks_up_only_missing_names(settings, tmp_path, hub, missing):
     path = tmp_path / "spark.lock.yml"
     lock = load_or_extend_lock(settings, CATALOG, path, lambda text: None)
-    write_lock(path, Lock.from_entries(list(lock.sources.values())[missing:], lock.images.values()))
+    write_lock(
+        path, EMPTY_LOCK.with_entries(list(lock.sources.values())[missing:], lock.images.values())
+    )
     Server.requests.clear()
+    hub.requests.clear()
     assert load_or_extend_lock(settings, CATALOG, path, lambda text: None) == lock
-    assert len(Server.requests) == missing
+    assert (len(hub.requests), Server.requests) == (missing, [])
 
 
-def test_required_lock_rejects_names_that_are_not_locked(settings, tmp_path):
+def test_required_lock_rejects_names_that_are_not_locked(settings, tmp_path, hub):
     strict = dataclasses.replace(settings, locked="required")
     with pytest.raises(LockError) as caught:
         load_or_extend_lock(strict, CATALOG, tmp_path / "spark.lock.yml", lambda text: None)
     assert len(caught.value.problems) == 4
-    assert Server.requests == []
+    assert hub.requests == Server.requests == []
     assert not (tmp_path / "spark.lock.yml").exists()
 
 
-def test_rejects_repository_at_two_revisions(settings, tmp_path):
+def test_rejects_repository_at_two_revisions(settings, tmp_path, hub):
     tiny = CATALOG.model("lab-tiny")
     older = dataclasses.replace(tiny, sources=dataclasses.replace(tiny.sources, revision="v1"))
     profiles = {**CATALOG.profiles, ("base", "older"): CATALOG.profile("base", "lab-tiny")}
@@ -174,7 +163,7 @@ def test_rejects_repository_at_two_revisions(settings, tmp_path):
     both = dataclasses.replace(settings, profile="base", keep_ready=ready)
     with pytest.raises(LockError, match=r"lab/tiny-int4: is required at main and at v1"):
         load_or_extend_lock(both, catalog, tmp_path / "spark.lock.yml", lambda text: None)
-    assert Server.requests == []
+    assert hub.requests == Server.requests == []
 
 
 def test_locks_only_required_donors(settings):
@@ -183,54 +172,54 @@ def test_locks_only_required_donors(settings):
 
 
 @pytest.mark.parametrize(
-    ("repo", "revision", "what"),
-    [("lab/none", "main", "no such repository"), ("lab/tiny-int4", "v9", "no branch, tag")],
+    ("code", "what"),
+    [("RepoNotFound", "no such repository"), ("RevisionNotFound", "no branch, tag")],
 )
-def test_reports_unknown_repository_or_revision(server, repo, revision, what):
+def test_reports_unknown_repository_or_revision(hub, code, what):
+    hub.fault = lambda handler, *_: handler.answer(404, b"{}", {"X-Error-Code": code}) or True
     with pytest.raises(LockError, match=what):
-        hub.look_up_repo(f"http://{server}", repo, revision, None)
+        lookup.look_up_repo(hub.url, BASE, "main", None)
 
 
 def test_reports_unreachable_hub():
     with pytest.raises(LockError, match="cannot be reached"):
-        hub.look_up_repo("http://127.0.0.1:9", "lab/tiny-int4", "main", None)
+        lookup.look_up_repo("http://127.0.0.1:9", BASE, "main", None)
 
 
-def test_locks_digest_and_compressed_size_of_an_image(server):
-    result = registry.look_up_image(f"{server}/lab/engine:many", arch="aarch64", insecure=[server])
-    assert (result.digest, result.size_bytes) == (sha(INDEX), 1000)
-
-
-@pytest.mark.parametrize("tag", ["plain", "older"])
-def test_accepts_images_that_start_vllm(server, tag):
-    image = f"{server}/lab/engine:{tag}"
-    assert (
-        registry.look_up_image(image, arch="x86_64", insecure=[server], engine=True).size_bytes
-        == 1000
-    )
+ENGINE: dict[str, Any] = {"engine": True}
 
 
 @pytest.mark.parametrize(
-    ("tag", "what"),
+    ("tag", "options", "problem"),
     [
-        ("nginx", "starts '/docker-entrypoint.sh', expected vLLM's server"),
-        ("none", "has no entrypoint"),
+        ("many", {"arch": "aarch64"}, None),
+        ("plain", ENGINE, None),
+        ("older", ENGINE, None),
+        ("nginx", {}, None),
+        ("nginx", ENGINE, "it starts '/docker-entrypoint.sh', expected vLLM's server"),
+        ("none", {}, None),
+        ("none", ENGINE, "is not an engine: it has no entrypoint"),
+        ("many", {}, "no linux/amd64 image"),
+        ("v9", {}, "no such image or tag"),
+        ("plain", {"insecure": []}, r"registries\.insecure"),
     ],
 )
-def test_rejects_image_that_does_not_start_vllm(server, tag, what):
-    image = f"{server}/lab/engine:{tag}"
-    with pytest.raises(LockError, match=f"is not an engine: it {what}"):
-        registry.look_up_image(image, arch="x86_64", insecure=[server], engine=True)
-    assert registry.look_up_image(image, arch="x86_64", insecure=[server]).size_bytes == 1000
+def test_locks_digest_and_compressed_size_of_usable_images(server, tag, options, problem):
+    options = {"arch": "x86_64", "insecure": [server], **options}
+    with pytest.raises(LockError, match=problem) if problem else nullcontext():
+        result = registry.look_up_image(f"{server}/lab/engine:{tag}", **options)
+        assert (result.digest, result.size_bytes) == (sha(MANIFESTS[tag]), 1000)
 
 
-def test_rejects_image_configuration_with_wrong_digest(server, monkeypatch):
-    digest = sha(CONFIGURATIONS["plain"])
+@pytest.mark.parametrize("is_manifest", [True, False])
+def test_rejects_manifest_or_configuration_with_wrong_digest(server, monkeypatch, is_manifest):
+    Server.wrong_digest, digest = is_manifest, sha(CONFIGURATIONS["plain"])
     monkeypatch.setitem(MANIFESTS, digest, CONFIGURATIONS["nginx"])
-    with pytest.raises(LockError, match=f"does not match digest {digest}"):
+    with pytest.raises(LockError, match="does not match digest") as caught:
         registry.look_up_image(
             f"{server}/lab/engine:plain", arch="x", insecure=[server], engine=True
         )
+    assert (digest in str(caught.value)) is not is_manifest
 
 
 def test_suggests_supported_engine_versions(settings, server, tmp_path):
@@ -241,22 +230,6 @@ def test_suggests_supported_engine_versions(settings, server, tmp_path):
     [problem] = refusal.value.problems
     offered = re.findall(r"\S+/lab/engine:v[\d.]+", problem.fix)
     assert offered == [f"{server}/lab/engine:v{version}" for version in ("0.32.0", "0.30.0")]
-
-
-@pytest.mark.parametrize(
-    ("tag", "is_insecure", "wrong_digest", "message"),
-    [
-        ("many", True, False, "no linux/amd64 image"),
-        ("v9", True, False, "no such image or tag"),
-        ("plain", True, True, "does not match digest"),
-        ("plain", False, False, r"registries\.insecure"),
-    ],
-)
-def test_rejects_unusable_images(server, tag, is_insecure, wrong_digest, message):
-    Server.wrong_digest = wrong_digest
-    insecure = [server] if is_insecure else []
-    with pytest.raises(LockError, match=message):
-        registry.look_up_image(f"{server}/lab/engine:{tag}", arch="x86_64", insecure=insecure)
 
 
 @pytest.mark.parametrize(
@@ -274,27 +247,22 @@ def test_parses_image_references_as_docker_does(text, host, name, version):
     assert (result.host, result.name, result.version) == (host, name, version)
 
 
+SOURCE = {"revision": "main", "commit": "1" * 40, "files": []}
+OUTSIDE = {"path": "../x", "size_bytes": 1, "git_sha1": "1" * 40}
+
+
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        ("schema_version: 2\nsources: {}\nimages: {}\n", "schema_version"),
-        ("schema_version: 1\nsources: {}\n", "images"),
-        (
-            "schema_version: 1\nimages: {}\nsources:\n  a/b:\n    revision: main\n"
-            "    commit: main\n    files: []\n",
-            "commit",
-        ),
-        (
-            f"schema_version: 1\nimages: {{}}\nsources:\n  a/b:\n    revision: main\n"
-            f"    commit: '{'1' * 40}'\n    files: [{{path: ../x, size_bytes: 1, "
-            f"git_sha1: '{'1' * 40}'}}]\n",
-            "path",
-        ),
+        ({"schema_version": 2}, "schema_version"),
+        ({"images": None}, "images"),
+        ({"sources": {"a/b": {**SOURCE, "commit": "main"}}}, "commit"),
+        ({"sources": {"a/b": {**SOURCE, "files": [OUTSIDE]}}}, "path"),
     ],
 )
 def test_rejects_invalid_lock(tmp_path, change, what):
     path = tmp_path / "spark.lock.yml"
-    path.write_text(change)
+    path.write_text(json.dumps({"schema_version": 1, "sources": {}, "images": {}, **change}))
     with pytest.raises(LockError, match=what):
         read_lock(path)
 
@@ -334,7 +302,7 @@ def test_syncs_lock_before_renaming_it(tmp_path, monkeypatch):
     for name in ("fsync", "rename"):
         real = getattr(os, name)
         monkeypatch.setattr(os, name, lambda *a, n=name, r=real: (calls.append(n), r(*a))[1])
-    write_lock(tmp_path / "spark.lock.yml", Lock.from_entries())
+    write_lock(tmp_path / "spark.lock.yml", EMPTY_LOCK)
     assert calls == ["fsync", "rename", "fsync"]
     assert [path.name for path in tmp_path.iterdir()] == ["spark.lock.yml"]
 
@@ -342,4 +310,4 @@ def test_syncs_lock_before_renaming_it(tmp_path, monkeypatch):
 def test_reports_unwritable_lock(tmp_path):
     (tmp_path / "taken").write_text("")
     with pytest.raises(LockError, match=r"cannot be written(.|\n)*make its directory writable"):
-        write_lock(tmp_path / "taken" / "spark.lock.yml", Lock.from_entries())
+        write_lock(tmp_path / "taken" / "spark.lock.yml", EMPTY_LOCK)

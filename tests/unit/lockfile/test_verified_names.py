@@ -15,8 +15,8 @@ from spark_deploy.config.settings.patterns import SecretRef
 from spark_deploy.inventory.plans import verified_lock, verify_names
 from spark_deploy.lock import headers, resolve
 from spark_deploy.lock import hub as lookup
-from spark_deploy.lock.file import read_lock, write_lock
-from spark_deploy.lock.types import Lock, LockedImage
+from spark_deploy.lock.resolve import read_lock, write_lock
+from spark_deploy.lock.types import EMPTY_LOCK, LockedImage
 from spark_deploy.plan.jobs import built_title
 from tests import forked
 from tests.unit.lockfile.hub_trees import (
@@ -48,7 +48,7 @@ def settings(hub, tmp_path, monkeypatch):
 def lock(hub):
     sources = [lookup.look_up_repo(hub.url, repo, "main", None) for repo in (BASE, DONOR)]
     hub.requests.clear()
-    return Lock.from_entries(sources)
+    return EMPTY_LOCK.with_entries(sources)
 
 
 def quiet(text):

@@ -17,7 +17,7 @@ from spark_deploy.config.errors import PlanError, Problem
 from spark_deploy.config.settings.load import load_hosts
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.lock.resolve import required_names
-from spark_deploy.lock.types import Lock, LockedImage, LockedSource, SourceFile
+from spark_deploy.lock.types import EMPTY_LOCK, Lock, LockedImage, LockedSource, SourceFile
 from spark_deploy.plan.host import plan_host
 from spark_deploy.plan.memory import weight_sizes
 from spark_deploy.plan.resolve import Request, plan_problems
@@ -108,7 +108,7 @@ def made_up_lock(settings: Settings, catalog: Catalog) -> Lock:
         for name in sorted(wanted.images)
     ]
     anatomies = [Anatomy(repository=source.repo, commit=source.commit) for source in sources]
-    return Lock.from_entries(sources, images, anatomies=anatomies)
+    return EMPTY_LOCK.with_entries(sources, images, anatomies=anatomies)
 
 
 def sha(kind: str, text: str) -> str:

@@ -17,7 +17,7 @@ from spark_deploy.config.settings.load import load_hosts
 from spark_deploy.hosts.status import Evidence
 from spark_deploy.inventory.plans import read_inventory
 from spark_deploy.lock import registry
-from spark_deploy.lock.file import read_lock
+from spark_deploy.lock.resolve import read_lock
 from spark_deploy.plan.resolve import plan_problems
 from tests.unit.hostile import JSON, YAML, accepted_or_refused, check_problems, tries
 from tests.unit.planning.plans import shipped_catalog

@@ -7,7 +7,7 @@ import yaml
 from spark_deploy.config.errors import LockError, SettingsError
 from spark_deploy.config.settings.load import load_hosts
 from spark_deploy.lock import hub, resolve
-from spark_deploy.lock.types import Lock, LockedSource, SourceFile
+from spark_deploy.lock.types import EMPTY_LOCK, LockedSource, SourceFile
 
 KEY = "0" * 64
 REPOSITORY = {"url": "https://a.example", "suite": "noble", "components": ["main"],
@@ -134,4 +134,4 @@ def test_rejects_hub_responses_that_violate_the_lock_schema(monkeypatch, source)
     names = resolve.Names(frozenset({("org/repo", "main")}), frozenset())
     settings = next(iter(load_hosts({"spark": ["spark-1"]}, root=Path("/nowhere")).values()))
     with pytest.raises(LockError, match="org/repo"):
-        resolve.resolve(Lock.from_entries(), names, settings.settings, (), lambda _: None)
+        resolve.resolve(EMPTY_LOCK, names, settings.settings, (), lambda _: None)
