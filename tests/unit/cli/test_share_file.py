@@ -1,6 +1,8 @@
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -107,41 +109,33 @@ def test_a_user_profile_is_shared_without_its_base(site, other, tmp_path):
 ANOTHER = {"org/another": {"revision": "main", "commit": "5" * 40}}
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda data: data["sources"]["org/tiny"].update(commit="6" * 40), ""),
-        (lambda data: data["sources"].update(ANOTHER), "neither tiny nor plain uses this repo"),
-        (
-            lambda data: data["profile"].update(
-                prefix_caching=not data["profile"].get("prefix_caching")
-            ),
-            "would replace the shipped file",
-        ),
-        (lambda data: data.update(name="qwen3.5-122b"), "would replace the shipped file"),
-        (
-            lambda data: data["profile"].update(options={"worker-cls": "ours.Worker"}),
-            "options.worker-cls: is not on the list",
-        ),
-        (
-            lambda data: data["model"].update(
-                changes=[{"set": {"environment": {"VLLM_NCCL_SO_PATH": "/model/x.so"}}}]
-            ),
-            "environment.VLLM_NCCL_SO_PATH: is not on the list",
-        ),
-    ],
-    ids=[
-        "unknown commit",
-        "repository of another model",
-        "changed shipped profile",
-        "name of a shipped model",
-        "code by option",
-        "code by variable",
-    ],
-)
-def test_shared_file_that_would_change_other_models_is_rejected(
-    other, file, edit, change, message, capsys
-):
+CODE = [{"set": {"environment": {"VLLM_NCCL_SO_PATH": "/model/x.so"}}}]
+CHANGES: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+    "unknown commit": (lambda data: data["sources"]["org/tiny"].update(commit="6" * 40), ""),
+    "repository of another model": (
+        lambda data: data["sources"].update(ANOTHER), "neither tiny nor plain uses this repo"
+    ),
+    "changed shipped profile": (
+        lambda data: data["profile"].update(prefix_caching=not data["profile"]["prefix_caching"]),
+        "would replace the shipped file",
+    ),
+    "name of a shipped model": (
+        lambda data: data.update(name="qwen3.5-122b"), "would replace the shipped file"
+    ),
+    "code by option": (
+        lambda data: data["profile"].update(options={"worker-cls": "ours.Worker"}),
+        "options.worker-cls: is not on the list",
+    ),
+    "code by variable": (
+        lambda data: data["model"].update(changes=CODE),
+        "environment.VLLM_NCCL_SO_PATH: is not on the list",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_shared_file_that_would_change_other_models_is_rejected(other, file, edit, case, capsys):
+    change, message = CHANGES[case]
     before = (other / "spark.lock.yml").read_bytes()
     edit(change)
     assert add(other, str(file)) == 1

@@ -17,7 +17,7 @@ RELEASE = "main-aaaaaaaaaaaa"
 PROOF = {
     "level": "full",
     "checked_at": "2020-01-01T00:00:00Z",
-    "checks": [{"name": "ready", "ok": True}, {"name": "copy", "ok": True}],
+    "checks": [{"name": "ready"}, {"name": "copy"}],
     "stubbed": ["driver"],
 }
 
@@ -30,8 +30,8 @@ def document(checks=None, **proof):
             "proof": {**PROOF, "checks": [*PROOF["checks"], *(checks or [])], **proof},
         }],
         "services": {"main": {
-            "known_good": RELEASE, "enabled": [RELEASE], "active": RELEASE, "stopped_by_hand": None,
-            "traffic_open": True, "gateway": {"active": "active"},
+            "known_good": RELEASE, "enabled": [RELEASE], "active": RELEASE, "traffic_open": True,
+            "gateway": {"active": "active"},
         }},
         "jobs": [
             {"title": "fetch a", "state": "done"},

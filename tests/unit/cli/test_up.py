@@ -83,19 +83,12 @@ def test_locking_names_needs_no_update_options(monkeypatch, tmp_path):
 
 
 def status(active=OLD, profile="agent", **release):
-    known = {
-        "name": OLD, "model": "large", "profile": profile, "names": ["large"], "restarts": 0,
-        "proof": None, "speed": [],
-    }  # fmt: skip
+    known = {"name": OLD, "model": "large", "profile": profile, "proof": None, **release}
     service = {
         "known_good": active, "enabled": [active] if active else [], "active": active,
-        "stopped_by_hand": None, "traffic_open": True, "gateway": {"active": "active"},
+        "traffic_open": True, "gateway": {"active": "active"},
     }  # fmt: skip
-    return {
-        "releases": [known | release], "services": {"main": service}, "jobs": [],
-        "memory": {"total_bytes": 1, "available_bytes": 1}, "live": None, "events": {},
-        "reboot_pending": "",
-    }  # fmt: skip
+    return {"releases": [known], "services": {"main": service}}
 
 
 def jobs(state, fetched_bytes=0):

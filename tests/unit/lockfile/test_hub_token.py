@@ -21,6 +21,7 @@ MIRROR = "https://mirror.example"
         ({"HF_TOKEN": "hf_login"}, HubSettings(token=SecretRef(env="MINE")), "hf_mine"),
         ({"HF_TOKEN": "hf_login", "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1"}, HubSettings(), None),
         ({"HF_TOKEN": "two words"}, HubSettings(), None),
+        ({"FILE": "hf_file\n"}, HubSettings(), "hf_file"),
     ],
 )
 def test_sends_hugging_face_login_only_to_its_hub(
@@ -28,6 +29,7 @@ def test_sends_hugging_face_login_only_to_its_hub(
 ):
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+    (tmp_path / "token").write_text(environment.get("FILE", ""))  # of `hf auth login`
     # The library reads these two from the environment when it is imported.
     hub = environment.get("HF_ENDPOINT", "https://huggingface.co")
     monkeypatch.setattr(constants, "ENDPOINT", hub)
@@ -36,13 +38,6 @@ def test_sends_hugging_face_login_only_to_its_hub(
     for name, value in {"MINE": "hf_mine", **environment}.items():
         monkeypatch.setenv(name, value)
     assert read_hub_token(settings) == token
-
-
-def test_reads_the_token_from_hf_auth_login(tmp_path, monkeypatch):
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    (tmp_path / "token").write_text("hf_file\n")
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
-    assert read_hub_token(HubSettings()) == "hf_file"
 
 
 @pytest.mark.parametrize("text", ["two words", "tab\there", "schl\u00fcssel", "x" * 513])
