@@ -13,8 +13,6 @@ from difflib import get_close_matches
 
 import click
 
-from spark_deploy.config.errors import printable
-
 SECTIONS = {
     "Set up": {
         "init": "Create a folder for your hosts and settings.",
@@ -97,6 +95,9 @@ def _print_os_error(error: OSError) -> int:
     if where is None or error.strerror is None:
         raise error
     if not isinstance(error, BrokenPipeError):  # `spark-deploy plan | head`
+        # Imported late, because it imports pyinfra, which needs open streams.
+        from spark_deploy.config.errors import printable
+
         click.secho(printable(f"{where}: {error.strerror}"), fg="red", err=True)
         fix = "check path and permissions"
         if where == "ssh":
@@ -212,17 +213,19 @@ class _Group(click.Group):
                 formatter.write_dl(list(commands.items()))
 
 
-def _print_version(context: click.Context, _option: click.Parameter, is_set: bool) -> None:
+def project_version() -> str:
     from importlib.metadata import PackageNotFoundError, version
 
-    if not is_set:
-        return
     try:
-        text = version("dgx-spark-deploy")
+        return version("dgx-spark-deploy")
     except PackageNotFoundError:
-        text = "unknown: not installed"
-    click.echo(f"spark-deploy {text}")
-    context.exit()
+        return "unknown (not installed)"
+
+
+def _print_version(context: click.Context, _option: click.Parameter, is_set: bool) -> None:
+    if is_set:
+        click.echo(f"spark-deploy {project_version()}")
+        context.exit()
 
 
 GROUP = _Group(

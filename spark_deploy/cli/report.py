@@ -5,7 +5,6 @@ import json
 import re
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,6 +14,7 @@ from spark_contract.job import JobMemory
 from spark_contract.records import Event, Finding, StartMemory
 from spark_contract.status import EngineEvidence
 
+from spark_deploy.cli import project_version
 from spark_deploy.config.errors import Problem, SparkError
 
 GB10 = "NVIDIA GB10"
@@ -117,11 +117,7 @@ def render_report(report: Report) -> str:
 
 def write_report(hosts: tuple[HostReport, ...], path: Path | None) -> tuple[Report, Path]:
     at = datetime.now(timezone.utc)
-    try:
-        project = version("dgx-spark-deploy")
-    except PackageNotFoundError:
-        project = "unknown (not installed)"
-    report = Report(1, at.strftime("%Y-%m-%dT%H:%M:%SZ"), project, hosts)
+    report = Report(1, at.strftime("%Y-%m-%dT%H:%M:%SZ"), project_version(), hosts)
     path = path or Path(f"spark-report-{at:%Y%m%d-%H%M%S}.json")
     files.write_text(path, render_report(report))
     return report, path
