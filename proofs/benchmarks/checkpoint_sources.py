@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 from spark_checkpoint.number_formats import from_bf16_bits, quantize_blocks
-from spark_checkpoint.verify import PIECE_BYTES, Piece, hash_with_pieces
+from spark_checkpoint.storage import PIECE_BYTES, Piece, hash_with_pieces
 
 from lab.model.original import FLOAT32, is_fp8, is_int4, main_shapes, mtp_shapes
 from lab.model.rounding import bf16_bits

@@ -28,7 +28,7 @@ sys.path[:0] = [
 ]
 
 from spark_checkpoint.directory import read_checkpoint  # noqa: E402
-from spark_checkpoint.requantize_checks import unpack_weight  # noqa: E402
+from spark_checkpoint.number_formats import unpack_int4  # noqa: E402
 
 from lab.model import lessons, original, repository, rounding, vocabulary, weights  # noqa: E402
 from lab.model.original import LAYERS, Floats  # noqa: E402
@@ -142,7 +142,7 @@ def dequantize(tree: Path, out: Path) -> Path:
     for name in checkpoint.owner:
         module = name.removesuffix(".qweight")
         if module != name:
-            weight = np.ascontiguousarray(unpack_weight(checkpoint, module))
+            weight = np.ascontiguousarray(unpack_int4(checkpoint, module))
             tensors[f"{module}.weight"] = rounding.bf16(weight)
         elif not name.endswith((".scales", ".qzeros")):
             path, offset, size_bytes = checkpoint.span(name)

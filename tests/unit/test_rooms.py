@@ -34,7 +34,6 @@ ROOMS: tuple[tuple[str, frozenset[str]], ...] = tuple(
         ("files/host/spark_host/__main__.py", ""),
         # The builder of checkpoints.
         ("files/checkpoint/spark_checkpoint/__init__.py", ""),
-        ("files/checkpoint/spark_checkpoint/errors.py", ""),
         ("files/checkpoint/spark_checkpoint/progress.py", ""),
         ("files/checkpoint/spark_checkpoint/storage.py", ""),
         ("files/checkpoint/spark_checkpoint/headers.py", ""),
@@ -43,12 +42,10 @@ ROOMS: tuple[tuple[str, frozenset[str]], ...] = tuple(
         ("files/checkpoint/spark_checkpoint/verify.py", ""),
         ("files/checkpoint/spark_checkpoint/number_formats.py", "numpy"),
         ("files/checkpoint/spark_checkpoint/sources", "urllib3"),
+        ("files/checkpoint/spark_checkpoint/inspection.py", ""),
         ("files/checkpoint/spark_checkpoint/build", "numpy"),
         ("files/checkpoint/spark_checkpoint/autoround_job.py", "auto_round torch transformers"),
-        ("files/checkpoint/spark_checkpoint/requantize_checks.py", "numpy"),
-        ("files/checkpoint/spark_checkpoint/requantize.py", ""),
-        ("files/checkpoint/spark_checkpoint/inspection.py", ""),
-        ("files/checkpoint/spark_checkpoint/plan_checks.py", ""),
+        ("files/checkpoint/spark_checkpoint/requantize.py", "numpy"),
         ("files/checkpoint/spark_checkpoint/__main__.py", ""),
         # The engine's plugin.
         ("files/image/spark_vllm/__init__.py", ""),

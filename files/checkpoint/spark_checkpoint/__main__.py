@@ -23,8 +23,7 @@ from spark_contract.documents import to_plain
 from spark_contract.errors import ERROR, HostToolError
 from spark_contract.fetching import CopyPlan, FetchPlan, LayersPlan, TransferOptions
 
-from spark_checkpoint import TOOL_VERSION
-from spark_checkpoint.errors import InputError, TransferError
+from spark_checkpoint import TOOL_VERSION, InputError, TransferError
 from spark_checkpoint.progress import Progress, printable
 from spark_checkpoint.storage import describe_free_space
 from spark_checkpoint.verify import discard_base, verify_checkpoint
@@ -101,8 +100,8 @@ def _run(arguments: argparse.Namespace, progress: Progress) -> None:
 
 
 def _inspect(arguments: argparse.Namespace) -> None:
+    from spark_checkpoint.build.source_checks import check_sources_by_headers, match_plan
     from spark_checkpoint.inspection import describe, format_report, open_checkpoint, report
-    from spark_checkpoint.plan_checks import check_sources_by_headers, match_plan
 
     # A user is waiting, so use more connections and fewer tries.
     transfer = TransferOptions(token_file=arguments.token_file, parallel=8, tries=3)

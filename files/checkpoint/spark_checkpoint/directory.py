@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from spark_contract.paths import RECEIPT_NAME
 
-from spark_checkpoint.errors import InputError, ValidationError
+from spark_checkpoint import InputError, ValidationError
 from spark_checkpoint.headers import Header, Tensor, parse_weight_map, read_header
 from spark_checkpoint.storage import read_buffers
 

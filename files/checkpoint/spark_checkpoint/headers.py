@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from spark_contract.files import name_file_in_errors
 
-from spark_checkpoint.errors import ValidationError
+from spark_checkpoint import ValidationError
 
 _WEIGHT_MAP = "weight_map"
 _SPACE = rb"[ \t\n\r]*"

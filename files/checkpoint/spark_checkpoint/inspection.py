@@ -15,7 +15,7 @@ from spark_contract.fetching import TransferOptions
 from spark_contract.receipts import SourceReceipt
 from spark_contract.units import COMMIT
 
-from spark_checkpoint.build.layouts import OVERLAY_SHARD
+from spark_checkpoint import InputError, ValidationError
 from spark_checkpoint.directory import (
     CONFIG_NAME,
     INDEX_NAME,
@@ -25,10 +25,16 @@ from spark_checkpoint.directory import (
     read_index,
     read_json,
 )
-from spark_checkpoint.errors import InputError, ValidationError
 from spark_checkpoint.headers import Header, Tensor, read_header
 from spark_checkpoint.sources.donor import RepositoryFiles
-from spark_checkpoint.tensor_sets import FP8, MTP_PREFIX, SCALE, scale_name, summarize_names
+from spark_checkpoint.tensor_sets import (
+    FP8,
+    MTP_PREFIX,
+    OVERLAY_SHARD,
+    SCALE,
+    scale_name,
+    summarize_names,
+)
 from spark_checkpoint.verify import load_receipt
 
 DEFAULT_ENDPOINT = "https://huggingface.co"

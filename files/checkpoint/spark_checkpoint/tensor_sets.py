@@ -14,7 +14,7 @@ from spark_contract.builder_api import (
     remove_exact_matches,
 )
 
-from spark_checkpoint.errors import ValidationError
+from spark_checkpoint import ValidationError
 from spark_checkpoint.headers import SIXTEEN_BIT, Tensor
 
 MTP_PREFIX = "mtp."
@@ -22,6 +22,7 @@ WEIGHT = ".weight"
 SCALE = ".weight_scale_inv"
 FP8 = "F8_E4M3"
 HEAD = "lm_head.weight"
+OVERLAY_SHARD = "model-spark-overlay.safetensors"
 NGRAM_TABLE = ".ple_embedding.ngram_embedding."
 _PACKED = (".qweight", ".scales", ".qzeros")
 _LISTED_NAMES = 10

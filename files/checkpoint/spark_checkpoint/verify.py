@@ -1,13 +1,11 @@
 """Read and write receipts; create, verify and discard checkpoints."""
 
-import hashlib
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 from spark_contract import documents, receipts
 from spark_contract.builder_api import BuildPlan, RequantizePlan
@@ -16,72 +14,15 @@ from spark_contract.fetching import FetchPlan, partial_dir, partial_tree
 from spark_contract.files import sync_directory
 from spark_contract.paths import RECEIPT_NAME
 
-from spark_checkpoint import storage
+from spark_checkpoint import InputError, ReceiptMismatchError, ValidationError, storage
 from spark_checkpoint.directory import disabled_garbage_collection, list_files, read_index
-from spark_checkpoint.errors import InputError, ReceiptMismatchError, ValidationError
 from spark_checkpoint.headers import read_header
 from spark_checkpoint.progress import Progress, note
+from spark_checkpoint.storage import PIECE_BYTES, FileHashes, Piece, hash_with_pieces
 from spark_checkpoint.tensor_sets import check_quantized_names, check_result_names
 
-# Small pieces reduce hashing around replaced tensors; large pieces keep receipts short (17,000
-# pieces for 72 GB).
-PIECE_BYTES = 4 << 20
+_SOURCE_FIX = "delete the source directory and download it again"
 _FIX = "move the directory away and run the deploy again"
-
-
-class Piece(NamedTuple):
-    size_bytes: int
-    sha256: str
-
-    def __str__(self) -> str:
-        return f"{self.size_bytes}:{self.sha256}"
-
-
-class FileHashes(NamedTuple):
-    sha256: str
-    pieces: tuple[Piece, ...]
-
-
-class PieceHasher:
-    """Hashes a stream in pieces of ``PIECE_BYTES``."""
-
-    def __init__(self) -> None:
-        self._hasher = hashlib.sha256()
-        self._filled_bytes = 0
-        self._pieces: list[Piece] = []
-
-    def update(self, data: bytes | memoryview) -> None:
-        view = memoryview(data)
-        while view:
-            part = view[: PIECE_BYTES - self._filled_bytes]
-            self._hasher.update(part)
-            self._filled_bytes += len(part)
-            view = view[len(part) :]
-            if self._filled_bytes == PIECE_BYTES:
-                self._end_piece()
-
-    def add(self, piece: Piece) -> None:
-        """Add a piece whose hash is known."""
-        self._end_piece()
-        self._pieces.append(piece)
-
-    def pieces(self) -> tuple[Piece, ...]:
-        self._end_piece()
-        return tuple(self._pieces)
-
-    def _end_piece(self) -> None:
-        if self._filled_bytes:
-            self._pieces.append(Piece(self._filled_bytes, self._hasher.hexdigest()))
-            self._hasher, self._filled_bytes = hashlib.sha256(), 0
-
-
-def hash_with_pieces(path: Path, on_bytes: Callable[[int], None]) -> FileHashes:
-    whole, pieces = hashlib.sha256(), PieceHasher()
-    for buffer in storage.read_buffers(path):
-        whole.update(buffer)
-        pieces.update(buffer)
-        on_bytes(len(buffer))
-    return FileHashes(whole.hexdigest(), pieces.pieces())
 
 
 def parse_pieces(file: receipts.ReceiptFile) -> tuple[Piece, ...] | None:
@@ -284,6 +225,73 @@ def create_checkpoint(
         storage.clear(work)
         work.rmdir()
     return True
+
+
+def hash_base(
+    plan: BuildPlan, rewritten: Collection[str], progress: Progress
+) -> dict[str, FileHashes]:
+    """Return the hashes of each base file, with pieces for ``rewritten`` files.
+
+    For a pinned revision, they come from the receipt, except for changed files and missing pieces.
+    """
+    directory = plan.base_dir
+    if plan.base.revision is None:
+        return _hash_files(directory, list_files(directory), progress)
+    receipt = _load_base_receipt(plan)
+    hashes: dict[str, FileHashes] = {}
+    to_hash = []
+    for file in receipt.files:
+        pieces = _read_pieces(file)
+        if file.sha256 is not None:
+            hashes[file.path] = FileHashes(file.sha256, pieces or ())
+        needs_pieces = plan.layout == "full" or file.path in rewritten
+        lacks_hashes = file.sha256 is None or (needs_pieces and pieces is None)
+        if lacks_hashes or file.may_have_changed(directory):
+            to_hash.append(file.path)
+    for name, actual in _hash_files(directory, to_hash, progress).items():
+        if name not in hashes or actual.sha256 != hashes[name].sha256:
+            raise ValidationError(
+                str(directory / name), "was changed after its verification", _SOURCE_FIX
+            )
+        hashes[name] = actual
+    return hashes
+
+
+def _load_base_receipt(plan: BuildPlan) -> receipts.AnyReceipt:
+    """Return the base's receipt; raise ValidationError unless it has the plan's revision."""
+    directory, required = plan.base_dir, plan.base.revision
+    receipt = load_receipt(directory)
+    revision = None
+    if isinstance(receipt, receipts.SourceReceipt):
+        revision = receipt.commit
+    elif isinstance(receipt, receipts.RequantizedReceipt):
+        revision = receipt.digest
+    if receipt is None or revision != required:
+        actual = f"has revision {revision}" if receipt else "has no receipt"
+        fix = "download the base at the locked commit"
+        if len(required or "") > 40:  # the digest of a requantized base
+            fix = "run `spark-deploy add --requantize`"
+        raise ValidationError(str(directory), f"{actual}, but the plan requires {required}", fix)
+    try:
+        check_files(directory, receipt)
+    except ReceiptMismatchError as error:
+        raise ValidationError(error.where, error.what, _SOURCE_FIX) from error
+    return receipt
+
+
+def _read_pieces(file: receipts.ReceiptFile) -> tuple[Piece, ...] | None:
+    """Return the pieces of a file in a receipt, if known; a small file is a single piece."""
+    if file.pieces is None and file.sha256 is not None and file.size_bytes <= PIECE_BYTES:
+        return (Piece(file.size_bytes, file.sha256),) if file.size_bytes else ()
+    return parse_pieces(file)
+
+
+def _hash_files(directory: Path, names: list[str], progress: Progress) -> dict[str, FileHashes]:
+    if names:
+        progress.start_phase("hash-base", sum((directory / name).stat().st_size for name in names))
+    with ThreadPoolExecutor(storage.WORKERS) as pool:
+        hashes = pool.map(lambda name: hash_with_pieces(directory / name, progress.add), names)
+        return dict(zip(names, hashes, strict=True))
 
 
 def discard_base(base: Path, tree: Path, progress: Progress) -> None:

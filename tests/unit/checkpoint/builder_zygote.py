@@ -108,7 +108,7 @@ def run_request(request, result_path):
 
 def serve():
     import spark_checkpoint.__main__
-    import spark_checkpoint.plan_checks
+    import spark_checkpoint.build.source_checks
     import spark_checkpoint.requantize  # noqa: F401
     from spark_checkpoint.sources import connections
 

@@ -17,10 +17,10 @@ from builder_trees import (
     run_tool,
     tool_environment,
 )
+from spark_checkpoint import ReceiptMismatchError
 from spark_checkpoint.__main__ import read_build_plan
 from spark_checkpoint.build import build as building
 from spark_checkpoint.build import layouts
-from spark_checkpoint.errors import ReceiptMismatchError
 from spark_checkpoint.progress import Progress
 from spark_checkpoint.tensor_sets import overlay_name
 from spark_contract.builder_api import RECIPE_VERSION

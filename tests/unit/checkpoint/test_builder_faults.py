@@ -10,7 +10,7 @@ from builder_hub import fetch_order
 from builder_judge import LAYOUTS
 from builder_shards import read_shard
 from builder_trees import file_entries, run_tool, tree_tensors
-from spark_checkpoint.errors import TransferError
+from spark_checkpoint import TransferError
 from spark_checkpoint.storage import publish
 
 from tests.unit.prerequisites import missing

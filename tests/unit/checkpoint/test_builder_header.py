@@ -6,8 +6,7 @@ from builder_shards import SERIAL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, TensorSpec, deserialize, serialize
-from spark_checkpoint import headers
-from spark_checkpoint.errors import ValidationError
+from spark_checkpoint import ValidationError, headers
 
 from tests.unit.examples import examples
 

@@ -3,11 +3,11 @@ import re
 
 import pytest
 from builder_trees import BASE_COMMIT, run_tool
+from spark_checkpoint import ValidationError
 from spark_checkpoint.__main__ import read_build_plan
-from spark_checkpoint.errors import ValidationError
+from spark_checkpoint.build.source_checks import match_plan_names
 from spark_checkpoint.headers import Tensor
 from spark_checkpoint.inspection import describe_recipe, group_and_dtype, open_checkpoint
-from spark_checkpoint.plan_checks import match_plan_names
 from spark_contract.fetching import TransferOptions
 
 

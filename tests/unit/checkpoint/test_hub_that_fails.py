@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from builder_hub import REPOSITORY, Hub, fetch_order, send_and_crawl
 from builder_trees import run_tool, tool_environment
-from spark_checkpoint.errors import TransferError
+from spark_checkpoint import TransferError
 from spark_checkpoint.sources.client import _resolve_redirect
 
 from tests.faults.sweep import Sweep, assert_all_passed

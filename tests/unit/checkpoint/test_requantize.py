@@ -17,10 +17,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from builder_hub import Hub, fetch_order
-from spark_checkpoint import autoround_job
+from spark_checkpoint import ValidationError, autoround_job
 from spark_checkpoint.directory import read_checkpoint
-from spark_checkpoint.errors import ValidationError
-from spark_checkpoint.requantize_checks import (
+from spark_checkpoint.requantize import (
     check_kept_experts,
     check_packable,
     packed_modules,

@@ -6,9 +6,9 @@ import zlib
 
 import numpy as np
 import pytest
+from spark_checkpoint import ValidationError
 from spark_checkpoint.build.ngram_table import find_tables, table_tensors
 from spark_checkpoint.directory import read_checkpoint
-from spark_checkpoint.errors import ValidationError
 from spark_checkpoint.progress import Progress
 from spark_vllm.ngram_table import DamagedTableError, Table, read_table_options, table_path
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from plugin_hybrids import INDEX, OVERLAY_FILE, Hybrid
 from plugin_sources import EXPERTS, LAYERS, write_sources
-from spark_checkpoint.build import comparison
+from spark_checkpoint import number_formats
 from spark_contract.builder_api import expand_all
 from spark_vllm.checkpoint import headers
 from spark_vllm.checkpoint.gate import check_checkpoint, find_missing_modules, list_mtp_modules
@@ -289,7 +289,7 @@ def test_rejects_implausible_scales(write, layout, damage):
 
 
 def test_builder_and_plugin_have_the_same_scale_limits() -> None:
-    limits = (comparison._MIN_RATIO, comparison._MAX_RATIO)
+    limits = (number_formats._MIN_RATIO, number_formats._MAX_RATIO)
     assert limits == (headers.MIN_SCALE_RATIO, headers.MAX_SCALE_RATIO)
 
 

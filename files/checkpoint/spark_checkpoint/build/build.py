@@ -3,7 +3,6 @@
 import hashlib
 import shutil
 from collections.abc import Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,29 +13,34 @@ from spark_contract.builder_api import RECIPE_VERSION, BuildPlan, DonorUrl
 from spark_contract.fetching import CopyPlan, TransferOptions
 from spark_contract.files import now
 
-from spark_checkpoint import TOOL_VERSION, storage, tensor_sets, verify
-from spark_checkpoint.build import layouts, source_checks
+from spark_checkpoint import TOOL_VERSION, ValidationError, storage, tensor_sets, verify
+from spark_checkpoint.build import layouts
 from spark_checkpoint.build.new_tensors import TensorMaker
 from spark_checkpoint.build.ngram_table import find_tables, table_tensors
-from spark_checkpoint.build.peer_tensors import check_locked_tensors, read_changes
-from spark_checkpoint.build.write import Changes, Staging
+from spark_checkpoint.build.source_checks import (
+    Sources,
+    check_base_names,
+    check_graftable,
+    check_sources,
+    hash_tensors,
+    read_sizes,
+    required_donor_tensors,
+)
+from spark_checkpoint.build.write import Changes, NewTensor, Staging
 from spark_checkpoint.directory import (
     CONFIG_NAME,
     INDEX_NAME,
     QUANTIZATION_NAME,
     Checkpoint,
     Span,
-    list_files,
     read_checkpoint,
     read_config,
 )
-from spark_checkpoint.errors import ReceiptMismatchError, ValidationError
-from spark_checkpoint.headers import Tensor, tensor_bytes
-from spark_checkpoint.number_formats import packed_bytes
+from spark_checkpoint.headers import SIXTEEN_BIT, Tensor, tensor_bytes
+from spark_checkpoint.number_formats import WORD_BITS, packed_bytes, packed_tensors
 from spark_checkpoint.progress import Progress, note
+from spark_checkpoint.sources.donor import UrlDonor
 from spark_checkpoint.sources.peers import BUILD_LOCALLY, copy_from_peer
-
-_FIX = "delete the source directory and download it again"
 
 
 def build(plan: BuildPlan, progress: Progress, copies: CopyPlan | None = None) -> bool:
@@ -78,10 +82,10 @@ class _Build:
         self.progress.start_phase("check-sources")
         config = read_config(plan.base_dir)
         layouts.check_config(config, str(plan.base_dir / CONFIG_NAME), plan.head)
-        sources = source_checks.check_sources(plan, read_checkpoint(plan.base_dir), config)
+        sources = check_sources(plan, read_checkpoint(plan.base_dir), config)
         base = sources.base
-        hashes = hash_base(plan, rewritten_shards(plan, base), self.progress)
-        required = source_checks.required_donor_tensors(plan, sources)
+        hashes = verify.hash_base(plan, rewritten_shards(plan, base), self.progress)
+        required = required_donor_tensors(plan, sources)
         peak = peak_bytes(plan, base, required, sources.mtp_missing)
         storage.check_free_space(plan.out_dir.parent, peak, f"building {plan.name}")
         spans, donor_sha256 = self._stage_donor(sources, required, donor_dir)
@@ -101,11 +105,11 @@ class _Build:
         config = read_config(plan.base_dir)
         layouts.check_config(config, str(plan.base_dir / CONFIG_NAME), plan.head)
         base = read_checkpoint(plan.base_dir)
-        hashes = hash_base(plan, rewritten_shards(plan, base), self.progress)
-        sources, changes = read_changes(
+        hashes = verify.hash_base(plan, rewritten_shards(plan, base), self.progress)
+        sources, changes = _read_changes(
             transfer, files_url, plan, base, config, self.work, self.progress
         )
-        check_locked_tensors(files_url, plan, sources, changes, receipt.donor_sha256)
+        _check_locked_tensors(files_url, plan, sources, changes, receipt.donor_sha256)
         rewritten = (base.shards[name] for name in rewritten_shards(plan, base))
         size_bytes = changes.size_bytes + sum(header.file_bytes for header in rewritten)
         storage.check_free_space(self.result_dir, size_bytes, f"copying {plan.name}")
@@ -122,7 +126,10 @@ class _Build:
         self._write_receipt(layout, report, receipt.donor_sha256)
 
     def _write_files(
-        self, sources: source_checks.Sources, hashes: dict[str, verify.FileHashes], changes: Changes
+        self,
+        sources: Sources,
+        hashes: dict[str, storage.FileHashes],
+        changes: Changes,
     ) -> layouts.Layout:
         base, plan = sources.base, self.plan
         if plan.ngram_table != "keep":
@@ -156,14 +163,14 @@ class _Build:
         verify.write_receipt(self.result_dir, receipt)
 
     def _stage_donor(
-        self, sources: source_checks.Sources, required: dict[str, Tensor], donor_dir: Path
+        self, sources: Sources, required: dict[str, Tensor], donor_dir: Path
     ) -> tuple[dict[str, Span], str | None]:
         """Download the donor's tensors; return their locations, and their hash for the lock."""
         plan = self.plan
         if sources.donor is None or not required:
             return {}, None
         spans = sources.donor.stage(required, donor_dir, self.progress)
-        sha256 = source_checks.hash_tensors(required, spans)
+        sha256 = hash_tensors(required, spans)
         if isinstance(plan.donor, DonorUrl) and plan.donor.sha256 not in (None, sha256):
             # The next run must not reuse these bytes.
             shutil.rmtree(donor_dir)
@@ -176,7 +183,7 @@ class _Build:
         return spans, sha256
 
     def _make_changes(
-        self, sources: source_checks.Sources, required: dict[str, Tensor], spans: dict[str, Span]
+        self, sources: Sources, required: dict[str, Tensor], spans: dict[str, Span]
     ) -> Changes:
         plan = self.plan
         changes = Changes()
@@ -201,9 +208,7 @@ class _Build:
                 maker.pack_drafter(tensor_sets.drafter_weights(plan))
         return changes
 
-    def _write_documents(
-        self, sources: source_checks.Sources, changes: Changes, layout: layouts.Layout
-    ) -> None:
+    def _write_documents(self, sources: Sources, changes: Changes, layout: layouts.Layout) -> None:
         config = layouts.result_config(
             read_config(self.plan.base_dir), self.plan, layout.index, sources.modules
         )
@@ -227,75 +232,6 @@ def _make_report(
     base_bytes = sum((base_dir / path).stat().st_size for path in base_files)
     sizes = {"base": base_bytes, "donor": donor_bytes}
     return {**changes.report, "rebuild_fetch_bytes": sizes}
-
-
-def hash_base(
-    plan: BuildPlan, rewritten: Collection[str], progress: Progress
-) -> dict[str, verify.FileHashes]:
-    """Return the hashes of each base file, with pieces for ``rewritten`` files.
-
-    For a pinned revision, they come from the receipt, except for changed files and missing pieces.
-    """
-    directory = plan.base_dir
-    if plan.base.revision is None:
-        return _hash_files(directory, list_files(directory), progress)
-    receipt = _load_base_receipt(plan)
-    hashes: dict[str, verify.FileHashes] = {}
-    to_hash = []
-    for file in receipt.files:
-        pieces = _read_pieces(file)
-        if file.sha256 is not None:
-            hashes[file.path] = verify.FileHashes(file.sha256, pieces or ())
-        needs_pieces = plan.layout == "full" or file.path in rewritten
-        lacks_hashes = file.sha256 is None or (needs_pieces and pieces is None)
-        if lacks_hashes or file.may_have_changed(directory):
-            to_hash.append(file.path)
-    for name, actual in _hash_files(directory, to_hash, progress).items():
-        if name not in hashes or actual.sha256 != hashes[name].sha256:
-            raise ValidationError(str(directory / name), "was changed after its verification", _FIX)
-        hashes[name] = actual
-    return hashes
-
-
-def _load_base_receipt(plan: BuildPlan) -> receipts.AnyReceipt:
-    """Return the base's receipt; raise ValidationError unless it has the plan's revision."""
-    directory, required = plan.base_dir, plan.base.revision
-    receipt = verify.load_receipt(directory)
-    revision = None
-    if isinstance(receipt, receipts.SourceReceipt):
-        revision = receipt.commit
-    elif isinstance(receipt, receipts.RequantizedReceipt):
-        revision = receipt.digest
-    if receipt is None or revision != required:
-        actual = f"has revision {revision}" if receipt else "has no receipt"
-        fix = "download the base at the locked commit"
-        if len(required or "") > 40:  # the digest of a requantized base
-            fix = "run `spark-deploy add --requantize`"
-        raise ValidationError(str(directory), f"{actual}, but the plan requires {required}", fix)
-    try:
-        verify.check_files(directory, receipt)
-    except ReceiptMismatchError as error:
-        raise ValidationError(error.where, error.what, _FIX) from error
-    return receipt
-
-
-def _read_pieces(file: receipts.ReceiptFile) -> tuple[verify.Piece, ...] | None:
-    """Return the pieces of a file in a receipt, if known; a small file is a single piece."""
-    if file.pieces is None and file.sha256 is not None and file.size_bytes <= verify.PIECE_BYTES:
-        return (verify.Piece(file.size_bytes, file.sha256),) if file.size_bytes else ()
-    return verify.parse_pieces(file)
-
-
-def _hash_files(
-    directory: Path, names: list[str], progress: Progress
-) -> dict[str, verify.FileHashes]:
-    if names:
-        progress.start_phase("hash-base", sum((directory / name).stat().st_size for name in names))
-    with ThreadPoolExecutor(storage.WORKERS) as pool:
-        hashes = pool.map(
-            lambda name: verify.hash_with_pieces(directory / name, progress.add), names
-        )
-        return dict(zip(names, hashes, strict=True))
 
 
 def rewritten_shards(plan: BuildPlan, base: Checkpoint) -> set[str]:
@@ -337,3 +273,118 @@ def peak_bytes(
     shards = (base.shards[name] for name in rewritten_shards(plan, base))
     tables = sum(table.file_bytes for table in find_tables(base, plan.ngram_table))
     return 2 * staged_bytes + sum(header.file_bytes for header in shards) + tables
+
+
+def _read_changes(
+    transfer: TransferOptions,
+    files_url: str,
+    plan: BuildPlan,
+    base: Checkpoint,
+    config: Mapping[str, Any],
+    work: Path,
+    progress: Progress,
+) -> tuple[Sources, Changes]:
+    """Download a result's new tensors; names, dtypes and shapes must match the plan."""
+    modules = tensor_sets.swapped_modules(plan)
+    sources = Sources(base, None, modules, check_base_names(plan, base, modules))
+    replaced = tensor_sets.replacement_names(plan)
+    new = {old: names for old, names in replaced.items() if old in base.owner}
+    grafted = [name for old in sources.mtp_missing for name in replaced.get(old, (old,))]
+    all_new = [name for names in (*new.values(), grafted) for name in names]
+    stored = {
+        name: tensor_sets.overlay_name(name) if plan.layout == "overlay" else name
+        for name in all_new
+    }
+    if not stored:
+        return sources, Changes()
+    donor = UrlDonor(
+        DonorUrl(
+            url=files_url,
+            tries=transfer.tries,
+            token_file=transfer.token_file,
+            timeout_s=transfer.timeout_s,
+        ),
+        direct=True,
+    )
+    present = donor.names.intersection(stored.values())
+    tensor_sets.check_same_names(files_url, "new tensors", present, stored.values())
+    headers = donor.tensors(stored.values())
+    entries = {name: headers[stored[name]] for name in stored}
+    _check_entries(plan, sources, config, entries)
+    size_bytes = sum(entry.size_bytes for entry in entries.values())
+    storage.check_free_space(work, size_bytes, f"copying {plan.name}")
+    directory = work / "peer-tensors"
+    shutil.rmtree(directory, ignore_errors=True)
+    staged = donor.stage(headers, directory, progress)
+    spans = {name: staged[stored[name]] for name in stored}
+
+    def new_tensor(name: str) -> NewTensor:
+        return NewTensor(name, entries[name].dtype, entries[name].shape, spans[name])
+
+    changes = Changes({old: [new_tensor(name) for name in names] for old, names in new.items()})
+    if grafted:
+        changes.added[""] = [new_tensor(name) for name in grafted]
+    if plan.shared_experts == "fp8-donor":
+        with closing(Staging(work / "new-tensors")) as stage:
+            TensorMaker(
+                base, modules, plan.block_shape, entries, spans, stage, progress, changes
+            ).compare_with_donor()
+    return sources, changes
+
+
+def _check_locked_tensors(
+    where: str,
+    plan: BuildPlan,
+    sources: Sources,
+    changes: Changes,
+    receipt_sha256: str | None,
+) -> None:
+    """Compare the FP8 tensors with the hash in the receipt, unless it also covers MTP tensors."""
+    if plan.shared_experts != "fp8-donor" or sources.mtp_missing:
+        return
+    new = [
+        tensor
+        for module in sources.modules
+        for tensor in changes.added[module + tensor_sets.WEIGHT]
+    ]
+    sha256 = hash_tensors(
+        {tensor.name: tensor for tensor in new}, {tensor.name: tensor.span for tensor in new}
+    )
+    if sha256 != receipt_sha256:
+        problem = f"sent FP8 tensors with sha256 {sha256}, but the receipt has {receipt_sha256}"
+        raise ValidationError(where, problem, BUILD_LOCALLY)
+
+
+def _check_entries(
+    plan: BuildPlan,
+    sources: Sources,
+    config: Mapping[str, Any],
+    entries: Mapping[str, Tensor],
+) -> None:
+    """Check dtypes and shapes of new tensors, from the headers of a peer's files."""
+    base, grafted = sources.base, {}
+    for old, names in tensor_sets.replacement_names(plan).items():
+        module = old.removesuffix(tensor_sets.WEIGHT)
+        if names == (module + tensor_sets.WEIGHT, module + tensor_sets.SCALE):
+            weight, scale = (entries[name] for name in names)
+            shape = base.tensor(old).shape
+            tensor_sets.check_fp8_weight(f"peer {module}", shape, weight, scale, plan.block_shape)
+            continue
+        packed = entries[names[0]]
+        bits = 4 if old.startswith(tensor_sets.MTP_PREFIX) else 8
+        if len(packed.shape) != 2:
+            raise ValidationError(f"peer {names[0]}", "is not a matrix", BUILD_LOCALLY)
+        weight_shape = (packed.shape[1], packed.shape[0] * WORD_BITS // bits)
+        shape = base.tensor(old).shape if old in base.owner else weight_shape
+        expected = packed_tensors(shape, bits)
+        for name, dtype_and_shape in zip(names, expected.values(), strict=True):
+            if entries[name].dtype_and_shape != dtype_and_shape:
+                problem = f"is {entries[name].dtype_and_shape}, expected {dtype_and_shape}"
+                raise ValidationError(f"peer {name}", problem, BUILD_LOCALLY)
+        grafted[old] = Tensor("BF16", weight_shape, 0, 0)
+    for name in sources.mtp_missing:
+        entry = grafted[name] = grafted.get(name) or entries[name]
+        if entry.dtype not in SIXTEEN_BIT:
+            problem = f"is {entry.dtype}, expected 16 bits"
+            raise ValidationError(f"peer {name}", problem, BUILD_LOCALLY)
+    check_graftable(sources.mtp_missing, grafted, read_sizes(base, config), plan.block_shape)

@@ -12,7 +12,7 @@ from typing import Any
 from spark_contract.builder_api import RECIPE_VERSION, BuildPlan
 from spark_contract.receipts import ReceiptFile
 
-from spark_checkpoint import directory
+from spark_checkpoint import ValidationError, directory
 from spark_checkpoint.build.write import (
     Changes,
     NewTensor,
@@ -23,14 +23,12 @@ from spark_checkpoint.build.write import (
     sort_by_alignment,
     write_new,
 )
-from spark_checkpoint.errors import ValidationError
 from spark_checkpoint.progress import Progress
-from spark_checkpoint.storage import WORKERS, read_stamp
-from spark_checkpoint.tensor_sets import MTP_PREFIX, overlay_name
-from spark_checkpoint.verify import FileHashes, receipt_entry
+from spark_checkpoint.storage import WORKERS, FileHashes, read_stamp
+from spark_checkpoint.tensor_sets import MTP_PREFIX, OVERLAY_SHARD, overlay_name
+from spark_checkpoint.verify import receipt_entry
 
 PLUGIN_METHOD = "spark_inc"
-OVERLAY_SHARD = "model-spark-overlay.safetensors"
 GRAFT_SHARD = "model-spark-mtp.safetensors"
 _LANGUAGE_BLOCKS = "model.language_model.layers"
 _MTP_BLOCKS = "mtp.layers"

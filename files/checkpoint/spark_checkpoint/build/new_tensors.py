@@ -10,29 +10,28 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from spark_checkpoint.build.comparison import (
-    Comparison,
-    Deviation,
-    check_outliers,
-    check_scale_sizes,
-)
+from spark_checkpoint import ValidationError
 from spark_checkpoint.build.write import Changes, NewTensor, Staging, split_span
 from spark_checkpoint.directory import Checkpoint, Span, read_span
-from spark_checkpoint.errors import ValidationError
 from spark_checkpoint.headers import Tensor
 from spark_checkpoint.number_formats import (
     GROUP,
     INT4_LIMIT,
     WORD_BITS,
     ZERO_POINT_BYTES,
+    Comparison,
+    Deviation,
     Floats,
     bf16_bits,
+    check_outliers,
+    check_scale_sizes,
     dequantize,
     from_bf16_bits,
     pack_rows,
     packed_tensors,
     quantize_blocks,
     quantize_rows,
+    read_floats,
     reduce_blocks,
     to_floats,
 )
@@ -67,8 +66,7 @@ def _read_weight_rows(base: Checkpoint, name: str, block: tuple[int, int]) -> It
     tensor = base.tensor(name)
     columns = tensor.shape[1]
     if tensor.dtype == FP8:
-        grid = base.tensor(scale_name(name))
-        scales = to_floats(read_span(base.span(scale_name(name))), grid.dtype, grid.shape)
+        scales = read_floats(base, scale_name(name))
         yield from _read_fp8_rows(base.span(name), scales, columns, block)
         return
     for raw in split_span(base.span(name), columns * 2 * block[0]):

@@ -15,10 +15,17 @@ from pathlib import Path
 
 import numpy as np
 
+from spark_checkpoint import ValidationError
 from spark_checkpoint.build.write import HashingFile, Written
 from spark_checkpoint.directory import Checkpoint, Span, read_span
-from spark_checkpoint.errors import ValidationError
-from spark_checkpoint.number_formats import Codes, Floats, from_e4m3, to_e4m3, to_floats
+from spark_checkpoint.number_formats import (
+    Codes,
+    Floats,
+    from_e4m3,
+    read_floats,
+    to_e4m3,
+    to_floats,
+)
 from spark_checkpoint.progress import Progress
 from spark_checkpoint.storage import WORKERS
 from spark_checkpoint.tensor_sets import FP8, NGRAM_TABLE
@@ -167,8 +174,7 @@ class NgramTable:
         name = f"{self.prefix}.{part}"
         if name not in self.base.owner:
             raise ValidationError(name, "is missing", _FIX)
-        tensor = self.base.tensor(name)
-        scales = to_floats(read_span(self.base.span(name)), tensor.dtype, tensor.shape).reshape(-1)
+        scales = read_floats(self.base, name).reshape(-1)
         if len(scales) != 1 or not 0 < float(scales[0]) < np.inf:
             raise ValidationError(name, f"is {scales.tolist()}, expected a positive number", _FIX)
         return float(scales[0])

@@ -1,4 +1,4 @@
-"""Check the base and the donor of a plan, from headers."""
+"""Check the sources of a plan, and compare checkpoints with plans, from headers."""
 
 import hashlib
 import re
@@ -10,14 +10,25 @@ from spark_contract.builder_api import (
     BuildPlan,
     DonorDir,
     DonorUrl,
+    SourceCounts,
+    count_names,
+    expand,
     expand_all,
     remove_exact_matches,
 )
 
+from spark_checkpoint import ValidationError
+from spark_checkpoint.build.layouts import check_config
 from spark_checkpoint.build.write import NewTensor
-from spark_checkpoint.directory import Checkpoint, Span
-from spark_checkpoint.errors import ValidationError
+from spark_checkpoint.directory import (
+    CONFIG_NAME,
+    Checkpoint,
+    Span,
+    checkpoint_from_headers,
+    natural_sort_key,
+)
 from spark_checkpoint.headers import SIXTEEN_BIT, Tensor
+from spark_checkpoint.inspection import InspectedCheckpoint, original_name, used_tensors
 from spark_checkpoint.sources.donor import DirDonor, Donor, UrlDonor
 from spark_checkpoint.storage import read_buffers
 from spark_checkpoint.tensor_sets import (
@@ -31,9 +42,11 @@ from spark_checkpoint.tensor_sets import (
     check_fp8_weight,
     check_packable,
     check_planned_shapes,
+    check_result_names,
     check_same_names,
     drafter_weights,
     list_names,
+    replacement_names,
     scale_name,
     swapped_modules,
     unmatched_donor_names,
@@ -249,3 +262,100 @@ def check_graftable(
         if not is_same:
             text = ", ".join("any" if size is None else str(size) for size in expected)
             raise ValidationError(where, f"is {list(entry.shape)}, expected [{text}]", _FIX)
+
+
+# For each setting of shared experts, the part of the plan to compare with and the kind of result.
+_PARTS = {"keep": "base", "fp8-base": "hybrid", "fp8-donor": "donor"}
+_KINDS = {
+    "fp8-donor": "hybrid",
+    "fp8-self": "hybrid",
+    "fp8-base": "hybrid",
+    "int8-g128": "checkpoint with INT8 shared experts",
+    "keep": "checkpoint with the base's shared experts",
+}
+
+
+def check_sources_by_headers(checkpoint: InspectedCheckpoint, plan: BuildPlan) -> SourceCounts:
+    """Check base and donor as a build does, from headers only."""
+    check_config(checkpoint.config, f"{checkpoint.source}: {CONFIG_NAME}", plan.head)
+    shards = {
+        name: checkpoint.shards[name] for name in sorted(checkpoint.shards, key=natural_sort_key)
+    }
+    base = checkpoint_from_headers(Path(checkpoint.source), shards, checkpoint.index)
+    sources = check_sources(plan, base, checkpoint.config)
+    required_donor_tensors(plan, sources)  # reads and validates the donor's headers
+    return SourceCounts(
+        base_tensors=len(base.owner),
+        donor_tensors=len(sources.donor.names) if sources.donor else 0,
+        swapped_modules=len(sources.modules),
+        mtp_tensors=sum(map(count_names, plan.mtp_tensors)),
+        mtp_from_donor=len(sources.mtp_missing),
+    )
+
+
+def match_plan(checkpoint: InspectedCheckpoint, plan: BuildPlan) -> dict[str, Any]:
+    """Return whether a checkpoint matches a part of a plan, and the reason."""
+    part = _PARTS.get(plan.shared_experts, plan.shared_experts)
+    try:
+        why = (
+            _match_donor(checkpoint, plan)
+            if part == "donor"
+            else match_plan_names(checkpoint, plan)
+        )
+    except ValidationError as error:
+        return {"plan": plan.name, "part": part, "fits": False, "why": error.what}
+    return {"plan": plan.name, "part": part, "fits": True, "why": why}
+
+
+def _match_donor(checkpoint: InspectedCheckpoint, plan: BuildPlan) -> str:
+    """Compare a checkpoint with the donor of a plan; the base is assumed to match."""
+    tensors, _ = used_tensors(checkpoint.shards)
+    modules = swapped_modules(plan)
+    needed = [module + suffix for module in modules for suffix in (WEIGHT, SCALE)]
+    present = tensors.keys() & set(needed)
+    check_same_names(checkpoint.source, "donor weights and scales", present, needed)
+    base = expand_all([*base_patterns(plan), *plan.mtp_tensors])
+    check_same_names(
+        checkpoint.source,
+        "donor names that the base lacks",
+        unmatched_donor_names(tensors, base, modules),
+        expand_all(plan.donor_unmatched),
+    )
+    for planned in plan.donor_shapes:
+        for module in expand(planned.modules):
+            weight, scale = (
+                tensors[module + WEIGHT],
+                tensors[module + SCALE],
+            )
+            check_donor_shapes(module, planned, weight, scale)
+            check_fp8_weight(f"donor {module}", planned.weight, weight, scale, plan.block_shape)
+    return f"the plan's donor, with {len(modules)} modules"
+
+
+def match_plan_names(checkpoint: InspectedCheckpoint, plan: BuildPlan) -> str:
+    """Return a text that states whether a checkpoint is the base or the result of a plan.
+
+    Raise ValidationError if it is neither.
+    """
+    if checkpoint.index:
+        # Shards of an overlay still have the replaced tensors, but an engine loads only the index.
+        names = {
+            name
+            for name, shard in checkpoint.index.items()
+            if shard in checkpoint.shards and name in checkpoint.shards[shard].tensors
+        }
+    else:
+        names = set(used_tensors(checkpoint.shards)[0])
+    new = {name for new_names in replacement_names(plan).values() for name in new_names}
+    expected = expand_all(base_patterns(plan))
+    is_overlay = any(name != original_name(name) for name in names)
+    if is_overlay or not (new - expected).isdisjoint(names):
+        check_result_names(checkpoint.source, names, plan, "overlay" if is_overlay else "full")
+        return f"a {_KINDS[plan.shared_experts]} with exactly the plan's names"
+    mtp = expand_all(plan.mtp_tensors)
+    present_mtp = {name for name in names if name.startswith(MTP_PREFIX)}
+    check_same_names(checkpoint.source, "base tensors", names - present_mtp, expected)
+    if present_mtp - mtp:
+        check_same_names(checkpoint.source, "MTP tensors", present_mtp, mtp)
+    missing = len(mtp - present_mtp)
+    return f"the plan's base ({missing} MTP tensors to graft)" if missing else "the plan's base"

@@ -11,12 +11,20 @@ from typing import Any, NamedTuple
 
 from spark_contract.files import name_file_in_errors, sync, write_all
 
+from spark_checkpoint import ValidationError
 from spark_checkpoint.directory import Span, read_span
-from spark_checkpoint.errors import ValidationError
 from spark_checkpoint.headers import DTYPE_BITS, format_header
 from spark_checkpoint.progress import Progress
-from spark_checkpoint.storage import COPY_BYTES, PageDropper, Stamp, read_buffers, read_stamp
-from spark_checkpoint.verify import FileHashes, Piece, PieceHasher
+from spark_checkpoint.storage import (
+    COPY_BYTES,
+    FileHashes,
+    PageDropper,
+    Piece,
+    PieceHasher,
+    Stamp,
+    read_buffers,
+    read_stamp,
+)
 
 
 class NewTensor(NamedTuple):

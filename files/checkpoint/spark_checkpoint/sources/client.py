@@ -18,7 +18,7 @@ from spark_contract.units import COMMIT
 from urllib3 import BaseHTTPResponse, Retry
 from urllib3.exceptions import HTTPError
 
-from spark_checkpoint.errors import InputError, TransferError, ValidationError
+from spark_checkpoint import InputError, TransferError, ValidationError
 from spark_checkpoint.progress import note
 from spark_checkpoint.sources import connections
 

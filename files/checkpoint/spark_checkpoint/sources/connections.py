@@ -34,7 +34,7 @@ from urllib3.exceptions import (
 )
 from urllib3.util import make_headers, parse_url
 
-from spark_checkpoint.errors import InputError, TransferError
+from spark_checkpoint import InputError, TransferError
 from spark_checkpoint.progress import note
 
 CHUNK_BYTES = 1 << 20

@@ -11,9 +11,8 @@ from urllib.parse import quote
 from spark_contract.builder_api import DonorUrl
 from spark_contract.fetching import TransferOptions
 
-from spark_checkpoint import headers
+from spark_checkpoint import ValidationError, headers
 from spark_checkpoint.directory import INDEX_NAME, Span, read_checkpoint
-from spark_checkpoint.errors import ValidationError
 from spark_checkpoint.progress import Progress
 from spark_checkpoint.sources.client import HttpClient, NotFoundError
 from spark_checkpoint.storage import write_durably

@@ -23,15 +23,14 @@ from spark_contract import fetching
 from spark_contract.files import now, write_chunks
 from spark_contract.receipts import SourceReceipt, why_writable_by_others
 
-from spark_checkpoint import TOOL_VERSION, storage
+from spark_checkpoint import TOOL_VERSION, BuilderError, TransferError, ValidationError, storage
 from spark_checkpoint.directory import parse_object
-from spark_checkpoint.errors import BuilderError, TransferError, ValidationError
 from spark_checkpoint.progress import Progress, note
 from spark_checkpoint.sources.client import HttpClient, RangeUnsupportedError
 from spark_checkpoint.sources.connections import SKIP_S, SlowSourceError
-from spark_checkpoint.sources.local_files import ContentHash, find_candidates, pin_file
 from spark_checkpoint.sources.peers import Peers
-from spark_checkpoint.verify import FileHashes, create_checkpoint, receipt_entry, write_receipt
+from spark_checkpoint.storage import ContentHash, FileHashes, find_candidates, pin_file
+from spark_checkpoint.verify import create_checkpoint, receipt_entry, write_receipt
 
 _MANIFEST_LIMIT_BYTES = 4 << 20
 _MAX_CANDIDATES = 3  # per required file, because other users may add any number of files

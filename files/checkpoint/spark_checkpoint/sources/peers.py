@@ -18,7 +18,7 @@ from spark_contract.errors import HostToolError
 from spark_contract.fetching import CopyPlan, FetchFile, FetchPlan, TransferOptions, tree_url
 from spark_contract.paths import RECEIPT_NAME
 
-from spark_checkpoint.errors import BuilderError, TransferError, ValidationError
+from spark_checkpoint import BuilderError, TransferError, ValidationError
 from spark_checkpoint.progress import Progress, note
 from spark_checkpoint.sources.client import HttpClient
 from spark_checkpoint.sources.connections import SKIP_S, SlowSourceError, cancellation_error
