@@ -1,17 +1,15 @@
 """Read a checkpoint directory: shards, index and configuration."""
 
-import gc
 import json
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from spark_contract.paths import RECEIPT_NAME
 
 from spark_checkpoint import InputError, ValidationError
-from spark_checkpoint.headers import Header, Tensor, parse_weight_map, read_header
+from spark_checkpoint.headers import Header, Tensor, read_header
 from spark_checkpoint.storage import read_buffers
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -56,17 +54,6 @@ def natural_sort_key(name: str) -> list[str | int]:
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
-@contextmanager
-def disabled_garbage_collection() -> Iterator[None]:
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
 def list_files(directory: Path) -> list[str]:
     names = []
     for path in directory.rglob("*"):
@@ -84,11 +71,10 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     if not names:
         fix = "download the source again"
         raise ValidationError(str(directory), "has no .safetensors file", fix)
-    with disabled_garbage_collection():
-        # Read the index first, so that its text (up to 40 MB) is freed before the headers load.
-        index = read_index(directory)
-        interned = {name: name for name in index or ()}
-        shards = {name: read_header(directory / name, interned) for name in names}
+    # Read the index first, so that its text (up to 40 MB) is freed before the headers load.
+    index = read_index(directory)
+    interned = {name: name for name in index or ()}
+    shards = {name: read_header(directory / name, interned) for name in names}
     return checkpoint_from_headers(directory, shards, index)
 
 
@@ -128,6 +114,17 @@ def read_index(directory: Path) -> dict[str, str] | None:
     if not path.exists():
         return None
     return parse_weight_map(_read(path), str(path), "download it again")
+
+
+def parse_weight_map(
+    raw: bytes, where: str, fix: str, keep: Callable[[str], bool] = lambda name: True
+) -> dict[str, str]:
+    """Return the file of each tensor from an index, for names that satisfy ``keep``."""
+    names = parse_object(raw, where, fix).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+        raise ValidationError(where, "has no weight_map from tensor names to files", fix)
+    files: dict[str, str] = {}  # equal strings share an object, to save memory
+    return {name: files.setdefault(file, file) for name, file in names.items() if keep(name)}
 
 
 def read_config(directory: Path) -> dict[str, Any]:

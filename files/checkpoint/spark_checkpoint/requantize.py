@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from spark_contract import files
@@ -21,6 +21,7 @@ from spark_contract.records import GpuProof
 
 from spark_checkpoint import TOOL_VERSION, TransferError, ValidationError, storage, verify
 from spark_checkpoint.build.layouts import set_blocks
+from spark_checkpoint.build.write import NewTensor
 from spark_checkpoint.directory import (
     CONFIG_NAME,
     INDEX_NAME,
@@ -58,6 +59,7 @@ _MAX_COMPARED = 512  # number of packed modules to compare, evenly spaced
 _EXPERT = re.compile(r"^(?P<layer>.+\.experts)\.(?P<expert>\d+)\.(?P<part>gate|up|down)_proj$")
 _FLOAT_DTYPES = frozenset({"BF16", "F16", "F32"})
 _ORIGINAL_FIX = "set sources.original of the model to the 16-bit repository"
+_CHANGED = "must stay unchanged, but differs from the original"
 _FIX = "read AutoRound's messages in the job's log"
 # AutoRound tunes these layers in the language model, but only rounds them in the drafter.
 _LAYERS = re.compile(r"(model\.language_model|mtp)\.layers\.\d+\.")
@@ -156,10 +158,9 @@ def _run_autoround(plan: RequantizePlan, work: Path, progress: Progress) -> None
     output.mkdir(exist_ok=True)
     (work / RESUME).mkdir(exist_ok=True)
     drafter = [
-        name.removesuffix(WEIGHT)
-        for pattern in (*plan.base_tensors, *plan.mtp_tensors)
-        for name in expand(pattern)
-        if name.startswith(MTP_PREFIX) and name.endswith(WEIGHT) and "norm" not in name
+        module
+        for module in _modules(plan, WEIGHT)
+        if module.startswith(MTP_PREFIX) and "norm" not in module
     ]
     job = {
         "int4": list(packed_modules(plan)),
@@ -246,21 +247,18 @@ def _run_docker(*args: str) -> None:
     subprocess.run(("docker", *args), capture_output=True, check=False)
 
 
-class Matrix(NamedTuple):
-    dtype: str
-    shape: tuple[int, ...]
-    span: Span
-
-
-def find_weight(module: str, original: Checkpoint) -> Matrix | None:
+def find_weight(module: str, original: Checkpoint) -> NewTensor:
     name = module + WEIGHT
     if name in original.owner:
         tensor = original.tensor(name)
-        return Matrix(tensor.dtype, tensor.shape, original.span(name))
-    return find_fused_expert(module, original)
+        return NewTensor(name, tensor.dtype, tensor.shape, original.span(name))
+    expert = find_fused_expert(module, original)
+    if expert is None:
+        raise ValidationError(module, "the original lacks this weight", _ORIGINAL_FIX)
+    return expert
 
 
-def find_fused_expert(module: str, original: Checkpoint) -> Matrix | None:
+def find_fused_expert(module: str, original: Checkpoint) -> NewTensor | None:
     """Return an expert's slice of a fused tensor (gate rows, then up rows), or None."""
     match = _EXPERT.match(module)
     if not match:
@@ -282,7 +280,7 @@ def find_fused_expert(module: str, original: Checkpoint) -> Matrix | None:
         rows, size_bytes = rows // 2, size_bytes // 2
         if match["part"] == "up":
             offset += size_bytes
-    return Matrix(tensor.dtype, (rows, columns), Span(path, offset, size_bytes))
+    return NewTensor(module + WEIGHT, tensor.dtype, (rows, columns), Span(path, offset, size_bytes))
 
 
 def check_packable(plan: RequantizePlan, original: Checkpoint) -> None:
@@ -295,10 +293,14 @@ def check_packable(plan: RequantizePlan, original: Checkpoint) -> None:
 
 
 def packed_modules(plan: RequantizePlan) -> Iterator[str]:
+    return _modules(plan, QWEIGHT)
+
+
+def _modules(plan: RequantizePlan, suffix: str) -> Iterator[str]:
     for pattern in (*plan.base_tensors, *plan.mtp_tensors):
         for name in expand(pattern):
-            if name.endswith(QWEIGHT):
-                yield name.removesuffix(QWEIGHT)
+            if name.endswith(suffix):
+                yield name.removesuffix(suffix)
 
 
 def skip_reason(module: str) -> str:
@@ -307,9 +309,7 @@ def skip_reason(module: str) -> str:
     return "it is a gate" if module.endswith(_GATES) else ""
 
 
-def _unpackable_reason(matrix: Matrix | None) -> str:
-    if matrix is None:
-        return "the original lacks this weight"
+def _unpackable_reason(matrix: NewTensor) -> str:
     if len(matrix.shape) != 2:
         return f"its shape is {list(matrix.shape)}, expected a matrix"
     rows, columns = matrix.shape
@@ -345,10 +345,9 @@ def check_result(original: Checkpoint, result: Checkpoint) -> dict[str, Any]:
         raise ValidationError(where, f"lacks {expected} in quantization_config", _FIX)
     for module in packed:
         _check_packed_shapes(module, original, result)
-    kept = [name for name in result.owner if name in original.owner]
-    for name in kept:
-        if not _is_same(name, original, result):
-            raise ValidationError(name, "must stay unchanged, but differs from the original", _FIX)
+    for name in result.owner:
+        if name in original.owner and not _is_same(name, original, result):
+            raise ValidationError(name, _CHANGED, _FIX)
     step = max(1, -(-len(packed) // _MAX_COMPARED))
     errors = {module: _packing_error(module, original, result) for module in packed[::step]}
     # `not <=` also finds NaN.
@@ -364,7 +363,7 @@ def check_result(original: Checkpoint, result: Checkpoint) -> dict[str, Any]:
 
 
 def _check_packed_shapes(module: str, original: Checkpoint, result: Checkpoint) -> None:
-    expected = packed_tensors(_require_weight(module, original).shape, bits=4)
+    expected = packed_tensors(find_weight(module, original).shape, bits=4)
     for suffix, (dtype, shape) in expected.items():
         tensor = result.tensor(module + suffix)
         dtypes = SIXTEEN_BIT if dtype == "BF16" else {dtype}
@@ -373,43 +372,27 @@ def _check_packed_shapes(module: str, original: Checkpoint, result: Checkpoint) 
             raise ValidationError(module + suffix, problem, _FIX)
 
 
-def check_kept_experts(original: Checkpoint, result: Checkpoint) -> int:
-    """Check 16-bit experts that were split from a fused tensor; return their number."""
-    count = 0
+def check_kept_experts(original: Checkpoint, result: Checkpoint) -> None:
+    """Check 16-bit experts that were split from a fused tensor."""
     for name in sorted(result.owner.keys() - original.owner.keys()):
-        if not name.endswith(WEIGHT):
-            continue
         expert = find_fused_expert(name.removesuffix(WEIGHT), original)
-        if expert is None:
-            continue
-        count += 1
-        has_same_bytes = _hash(expert.span) == _hash(result.span(name))
-        if not has_same_bytes or expert.shape != result.tensor(name).shape:
-            raise ValidationError(name, "must stay unchanged, but differs from the original", _FIX)
-    return count
+        if name.endswith(WEIGHT) and expert is not None:
+            has_same_bytes = _hash(expert.span) == _hash(result.span(name))
+            if not has_same_bytes or expert.shape != result.tensor(name).shape:
+                raise ValidationError(name, _CHANGED, _FIX)
 
 
 def _is_same(name: str, original: Checkpoint, result: Checkpoint) -> bool:
     before, after = original.tensor(name), result.tensor(name)
     if before.dtype != after.dtype:  # AutoRound converts small tensors
         return np.array_equal(read_floats(original, name), read_floats(result, name))
-    if before.shape != after.shape:
-        return False
-    return _hash(original.span(name)) == _hash(result.span(name))
+    return before.shape == after.shape and _hash(original.span(name)) == _hash(result.span(name))
 
 
 def _packing_error(module: str, original: Checkpoint, result: Checkpoint) -> float:
-    matrix = _require_weight(module, original)
+    matrix = find_weight(module, original)
     weight = to_floats(read_span(matrix.span), matrix.dtype, matrix.shape)
     return relative_error(weight, unpack_int4(result, module))
-
-
-def _require_weight(module: str, original: Checkpoint) -> Matrix:
-    matrix = find_weight(module, original)
-    if matrix is None:
-        fix = "set sources.original to the 16-bit repository of this model"
-        raise ValidationError(str(original.directory), f"lacks the weight of {module}", fix)
-    return matrix
 
 
 def _hash(span: Span) -> str:

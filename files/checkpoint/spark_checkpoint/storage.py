@@ -50,18 +50,10 @@ def read_stamp(file: int | Path) -> Stamp:
 
 def write_json(path: Path, document: Mapping[str, Any]) -> str:
     """Write indented JSON durably and return its sha256; encodes in batches to save memory."""
-    hasher = hashlib.sha256()
     parts = json.JSONEncoder(indent=2, ensure_ascii=False).iterencode(document)
-
-    def batches() -> Iterator[bytes]:
-        while batch := "".join(itertools.islice(parts, _JSON_BATCH)).encode():
-            hasher.update(batch)
-            yield batch
-        hasher.update(b"\n")
-        yield b"\n"
-
-    write_chunks(path, batches())
-    return hasher.hexdigest()
+    batches = iter(lambda: "".join(itertools.islice(parts, _JSON_BATCH)).encode(), b"")
+    write_chunks(path, itertools.chain(batches, (b"\n",)))
+    return hash_file(path)
 
 
 class PageDropper:

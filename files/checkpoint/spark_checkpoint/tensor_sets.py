@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Container, Iterable, Mapping, Set
 from heapq import nsmallest
 
 from spark_contract.builder_api import (
@@ -51,23 +51,12 @@ _FP8_FIX = "use the FP8 repositories of the same model"
 
 def summarize_names(names: Iterable[str], limit: int = 4) -> str:
     """Describe the largest groups of names that differ only in numbers: ``288 x a.{N}.b``."""
-    counts: Counter[str] = Counter()
-    for example, count in _group_by_digits(names):
-        counts[re.sub(r"\d+", "{N}", example)] += count
+    counts = Counter(re.sub(r"\d+", "{N}", name) for name in names)
     largest = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     texts = [f"{count} x {name}" for name, count in largest[:limit]]
     if len(counts) > limit:
         texts.append(f"{len(counts) - limit} more groups")
     return ", ".join(texts)
-
-
-def _group_by_digits(names: Iterable[str]) -> list[tuple[str, int]]:
-    """Return an example and the size of each group of names that differ in digits only."""
-    # A substitution in each name takes seconds: a large model has 280,000 names.
-    names = list(names)
-    keys = [name.encode(errors="replace").translate(None, b"0123456789") for name in names]
-    examples, counts = dict(zip(keys, names, strict=True)), Counter(keys)
-    return [(examples[key], count) for key, count in counts.items()]
 
 
 def list_names(names: Collection[str]) -> str:
@@ -94,13 +83,10 @@ def check_same_names(
     for kind, names in (("missing", expected - actual), ("surplus", actual - expected)):
         if names:
             texts.append(f"{kind} {len(names)} ({summarize_names(names)}): {list_names(names)}")
-    differing = [name for name, _ in _group_by_digits(actual ^ expected)]
-    causes = []
-    for part, cause in _CAUSES.items():
-        if any(part in name and not name.startswith(MTP_PREFIX) for name in differing):
-            causes.append(cause)
-    if any(name.startswith(MTP_PREFIX) for name in differing):
-        causes.append(_MTP_CAUSE)
+    mtp = {name for name in actual ^ expected if name.startswith(MTP_PREFIX)}
+    others = (actual ^ expected) - mtp
+    causes = [cause for part, cause in _CAUSES.items() if any(part in name for name in others)]
+    causes += [_MTP_CAUSE] if mtp else []
     if causes:
         texts.append(f"likely {'; '.join(causes)}")
     raise ValidationError(where, ", ".join(texts), _NAMES_FIX)
@@ -127,13 +113,15 @@ def unmatched_donor_names(
     }
 
 
-def check_planned_shapes(
-    shapes: Iterable[DonorShape], swap: Sequence[str], base: Mapping[str, Tensor]
-) -> dict[str, DonorShape]:
+def planned_shapes(plan: BuildPlan) -> dict[str, DonorShape]:
+    return {module: shape for shape in plan.donor_shapes for module in expand(shape.modules)}
+
+
+def check_planned_shapes(plan: BuildPlan, base: Mapping[str, Tensor]) -> dict[str, DonorShape]:
     """Return the planned shapes by module; the base must have these shapes."""
-    planned = {module: shape for shape in shapes for module in expand(shape.modules)}
+    planned = planned_shapes(plan)
     if planned:
-        check_same_names("donor_shapes", "modules of the plan", planned, swap)
+        check_same_names("donor_shapes", "modules of the plan", planned, base)
     for module, shape in planned.items():
         _check_shape(f"base {module}{WEIGHT}", base[module].shape, shape.weight)
     return planned

@@ -15,7 +15,7 @@ from spark_contract.files import sync_directory
 from spark_contract.paths import RECEIPT_NAME
 
 from spark_checkpoint import InputError, ReceiptMismatchError, ValidationError, storage
-from spark_checkpoint.directory import disabled_garbage_collection, list_files, read_index
+from spark_checkpoint.directory import list_files, read_index
 from spark_checkpoint.headers import read_header
 from spark_checkpoint.progress import Progress, note
 from spark_checkpoint.storage import PIECE_BYTES, FileHashes, Piece, hash_with_pieces
@@ -83,8 +83,7 @@ def verify_checkpoint(directory: Path, progress: Progress, *, full: bool) -> rec
     check_files(directory, receipt)
     # Only builds and quantizations have a plan with exact names.
     if not isinstance(receipt, receipts.SourceReceipt):
-        with disabled_garbage_collection():
-            _check_index(directory, receipt)
+        _check_index(directory, receipt)
     to_hash = [file for file in receipt.files if full or file.may_have_changed(directory)]
     progress.start_phase("verify", sum(file.size_bytes for file in to_hash))
     with ThreadPoolExecutor(storage.WORKERS) as pool:

@@ -132,13 +132,25 @@ def test_rejects_hub_response_without_file_list(hub, repository, siblings):
     assert "contains no valid list of files" in done.stderr
 
 
-@pytest.mark.parametrize("names", [[1], None, {"a": 1}, "a"])
-def test_rejects_repository_with_invalid_index(hub, repository, names):
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "is not valid JSON"),
+        ("[]", "is not a JSON object"),
+        ('{"metadata": {"weight_map": {"a": "x"}}}', "has no weight_map"),
+        ('{"weight_map": [1]}', "has no weight_map"),
+        ('{"weight_map": {"a": 1}}', "has no weight_map"),
+        ('{"weight_map": {"a": "x",}}', "is not valid JSON"),
+        ('{"weight_map": {"\udcff": "x"}}', "is not valid JSON"),
+        ('{"a": ' + "[" * 100_000, "is not valid JSON"),
+    ],
+)
+def test_rejects_repository_with_invalid_index(hub, repository, text, problem):
     index = repository[0] / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": names}))
+    index.write_bytes(text.encode("utf-8", "surrogatepass"))
     done = run_tool("inspect", "lab/tiny", "--endpoint", hub.url, check=False)
     assert done.returncode == 3
-    assert "has no weight_map" in done.stderr
+    assert problem in done.stderr
 
 
 def test_reads_only_the_headers_of_a_repository(workshop, hub, repository):

@@ -79,7 +79,11 @@ class Packed(NamedTuple):
 
 
 def pack_weight(
-    weight: NewTensor, bits: int, stage: Staging, on_bytes: Callable[[int], None], workers: int
+    weight: NewTensor,
+    bits: int,
+    stage: Staging,
+    on_bytes: Callable[[int], None] = lambda count: None,
+    workers: int = 1,
 ) -> Packed:
     name, dtype, (outputs, inputs), span = weight
     qweight = stage.reserve(outputs * inputs * bits // 8)
@@ -148,13 +152,7 @@ class TensorMaker:
         self._swap(self._to_fp8)
 
     def swap_to_int8(self) -> None:
-
-        def pack(module: str) -> tuple[list[NewTensor], float]:
-            weight = self._base_weight(module + WEIGHT)
-            packed = pack_weight(weight, 8, self.stage, lambda count: None, workers=1)
-            return packed.tensors, packed.error
-
-        self._swap(pack)
+        self._swap(lambda name: pack_weight(self._base_weight(name + WEIGHT), 8, self.stage))
 
     def pack_head(self, name: str) -> None:
         self.progress.start_phase("head", self.base.tensor(name).size_bytes)
@@ -186,7 +184,7 @@ class TensorMaker:
         weights = {name: grafted.get(name) or self._base_weight(name) for name in names}
 
         def pack(name: str) -> Packed:
-            packed = pack_weight(weights[name], 4, self.stage, lambda count: None, workers=1)
+            packed = pack_weight(weights[name], 4, self.stage)
             if packed.error > INT4_LIMIT:
                 problem = f"INT4 differs from the 16-bit weight by {packed.error:.1%}"
                 fix = "set drafter: keep"
@@ -251,7 +249,7 @@ class TensorMaker:
             raise ValidationError(module, problem, _FIX)
         return deviation
 
-    def _to_fp8(self, module: str) -> tuple[list[NewTensor], float]:
+    def _to_fp8(self, module: str) -> Packed:
         shape, block = self.base.tensor(module + WEIGHT).shape, self.block
         grid = block_grid(shape, block)
         span = self.stage.reserve(shape[0] * shape[1])
@@ -268,9 +266,9 @@ class TensorMaker:
             NewTensor(module + WEIGHT, FP8, shape, span),
             NewTensor(module + SCALE, "BF16", grid, self.stage.append(b"".join(scales))),
         ]
-        return tensors, (squared_error / power) ** 0.5 if power else 0.0
+        return Packed(tensors, (squared_error / power) ** 0.5 if power else 0.0)
 
-    def _swap(self, quantize: Callable[[str], tuple[list[NewTensor], float]]) -> None:
+    def _swap(self, quantize: Callable[[str], Packed]) -> None:
         """Replace all modules; ``quantize`` returns a module's new tensors and relative error."""
         results = self._run_in_parallel("quantize", quantize, self._weight_bytes())
         for module, (tensors, _) in zip(self.modules, results, strict=True):

@@ -2,17 +2,17 @@
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from spark_contract.builder_api import (
     BuildPlan,
     DonorDir,
+    DonorShape,
     DonorUrl,
     SourceCounts,
     count_names,
-    expand,
     expand_all,
     remove_exact_matches,
 )
@@ -46,6 +46,7 @@ from spark_checkpoint.tensor_sets import (
     check_same_names,
     drafter_weights,
     list_names,
+    planned_shapes,
     replacement_names,
     scale_name,
     swapped_modules,
@@ -182,19 +183,13 @@ def _open_donor(
     mtp_missing: list[str],
 ) -> Donor:
     weights = {module: base.tensor(module + WEIGHT) for module in modules}
-    planned = check_planned_shapes(plan.donor_shapes, modules, weights)
+    planned = check_planned_shapes(plan, weights)
     donor: Donor
     if isinstance(source, DonorUrl):
         donor, where = UrlDonor(source), source.url
     else:
         donor, where = DirDonor(Path(source.dir)), source.dir
-    needed = [module + suffix for module in modules for suffix in (WEIGHT, SCALE)]
-    if plan.compares_with_donor:
-        present = donor.names.intersection(needed)
-        check_same_names(where, "donor weights and scales", present, needed)
-    unmatched = unmatched_donor_names(donor.names, base.owner, modules)
-    expected = expand_all(plan.donor_unmatched)
-    check_same_names(where, "donor names that the base lacks", unmatched, expected)
+    needed = _check_donor_names(where, plan, donor.names, base.owner)
     graftable = donor.names.intersection(mtp_missing)
     check_same_names(where, "MTP tensors to graft", graftable, mtp_missing)
     if mtp_missing:
@@ -202,14 +197,36 @@ def _open_donor(
         entries = donor.tensors([*mtp_missing, *scales])
         check_graftable(mtp_missing, entries, read_sizes(base, config), plan.block_shape)
     if plan.compares_with_donor:
-        entries = donor.tensors(needed)
-        for module in modules:
-            weight, scale = entries[module + WEIGHT], entries[module + SCALE]
-            if planned:
-                check_donor_shapes(module, planned[module], weight, scale)
-            shape = weights[module].shape
-            check_fp8_weight(f"donor {module}", shape, weight, scale, plan.block_shape)
+        shapes = {module: weight.shape for module, weight in weights.items()}
+        _check_donor_weights(plan, donor.tensors(needed), shapes, planned)
     return donor
+
+
+def _check_donor_names(
+    where: str, plan: BuildPlan, names: Set[str], base: Container[str]
+) -> list[str]:
+    """Return the names of the donor's weights and scales that the plan compares or uses."""
+    modules = swapped_modules(plan)
+    needed = [module + suffix for module in modules for suffix in (WEIGHT, SCALE)]
+    if plan.compares_with_donor:
+        check_same_names(where, "donor weights and scales", names & set(needed), needed)
+    unmatched = unmatched_donor_names(names, base, modules)
+    expected = expand_all(plan.donor_unmatched)
+    check_same_names(where, "donor names that the base lacks", unmatched, expected)
+    return needed
+
+
+def _check_donor_weights(
+    plan: BuildPlan,
+    entries: Mapping[str, Tensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    planned: Mapping[str, DonorShape],
+) -> None:
+    for module, shape in shapes.items():
+        weight, scale = entries[module + WEIGHT], entries[module + SCALE]
+        if planned:
+            check_donor_shapes(module, planned[module], weight, scale)
+        check_fp8_weight(f"donor {module}", shape, weight, scale, plan.block_shape)
 
 
 def read_sizes(base: Checkpoint, config: Mapping[str, Any]) -> dict[str, int]:
@@ -296,12 +313,9 @@ def check_sources_by_headers(checkpoint: InspectedCheckpoint, plan: BuildPlan) -
 def match_plan(checkpoint: InspectedCheckpoint, plan: BuildPlan) -> dict[str, Any]:
     """Return whether a checkpoint matches a part of a plan, and the reason."""
     part = _PARTS.get(plan.shared_experts, plan.shared_experts)
+    match = _match_donor if part == "donor" else match_plan_names
     try:
-        why = (
-            _match_donor(checkpoint, plan)
-            if part == "donor"
-            else match_plan_names(checkpoint, plan)
-        )
+        why = match(checkpoint, plan)
     except ValidationError as error:
         return {"plan": plan.name, "part": part, "fits": False, "why": error.what}
     return {"plan": plan.name, "part": part, "fits": True, "why": why}
@@ -310,26 +324,11 @@ def match_plan(checkpoint: InspectedCheckpoint, plan: BuildPlan) -> dict[str, An
 def _match_donor(checkpoint: InspectedCheckpoint, plan: BuildPlan) -> str:
     """Compare a checkpoint with the donor of a plan; the base is assumed to match."""
     tensors, _ = used_tensors(checkpoint.shards)
-    modules = swapped_modules(plan)
-    needed = [module + suffix for module in modules for suffix in (WEIGHT, SCALE)]
-    present = tensors.keys() & set(needed)
-    check_same_names(checkpoint.source, "donor weights and scales", present, needed)
     base = expand_all([*base_patterns(plan), *plan.mtp_tensors])
-    check_same_names(
-        checkpoint.source,
-        "donor names that the base lacks",
-        unmatched_donor_names(tensors, base, modules),
-        expand_all(plan.donor_unmatched),
-    )
-    for planned in plan.donor_shapes:
-        for module in expand(planned.modules):
-            weight, scale = (
-                tensors[module + WEIGHT],
-                tensors[module + SCALE],
-            )
-            check_donor_shapes(module, planned, weight, scale)
-            check_fp8_weight(f"donor {module}", planned.weight, weight, scale, plan.block_shape)
-    return f"the plan's donor, with {len(modules)} modules"
+    _check_donor_names(checkpoint.source, plan, tensors.keys(), base)
+    planned = planned_shapes(plan)
+    _check_donor_weights(plan, tensors, {name: planned[name].weight for name in planned}, planned)
+    return f"the plan's donor, with {len(swapped_modules(plan))} modules"
 
 
 def match_plan_names(checkpoint: InspectedCheckpoint, plan: BuildPlan) -> str:
