@@ -19,6 +19,7 @@ import pytest
 from builder_hub import Hub, fetch_order
 from spark_checkpoint import ValidationError, autoround_job
 from spark_checkpoint.directory import read_checkpoint
+from spark_checkpoint.headers import Header, Tensor
 from spark_checkpoint.requantize import check_packable, packed_modules, skip_reason
 
 from lab.model import original, repository, rounding, vocabulary
@@ -326,6 +327,15 @@ def test_rejects_modules_that_autoround_would_skip(published, module, reason):
         check_packable(plan_of(f"{module}.{{qweight,qzeros,scales}}"), published)
     assert refusal.value.where == module
     assert reason in refusal.value.what
+
+
+def test_rejects_columns_that_do_not_fill_groups(published):
+    module = "mtp.layers.0.self_attn.q_proj"
+    tensor = Tensor("BF16", (32, 64), 0, 32 * 64 * 2)
+    header = Header({f"{module}.weight": tensor}, {}, 0, tensor.end)
+    narrow = published._replace(shards={"x": header}, owner={f"{module}.weight": "x"})
+    with pytest.raises(ValidationError, match="its 64 columns"):
+        check_packable(plan_of(f"{module}.qweight"), narrow)
 
 
 def test_every_model_with_a_16_bit_repository_is_packable_by_name():
