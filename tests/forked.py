@@ -23,7 +23,7 @@ from spark_deploy.lock import headers
 from tests.judged_once import remember
 
 PYINFRA = ("pyinfra_cli.cli", "spark_deploy.inventory.groups")
-BUILDER = ("spark_checkpoint.build.source_checks", "spark_checkpoint.requantize")
+BUILDER = ("spark_checkpoint.build.build", "spark_checkpoint.requantize")
 HOMES = [str(CHECKOUT / "files" / home) for home in ("contract", "checkpoint")]
 
 

@@ -67,8 +67,8 @@ _GATES = (".gate", ".shared_expert_gate")
 _ROWS_MULTIPLE = 32
 
 
-def requantize(plan: RequantizePlan, progress: Progress, copies: CopyPlan | None = None) -> bool:
-    """Quantize the plan's checkpoint or copy it from a peer; return False if it already exists."""
+def requantize(plan: RequantizePlan, progress: Progress, copies: CopyPlan | None = None) -> None:
+    """Quantize the plan's checkpoint or copy it from a peer, unless it already exists."""
 
     def write(work: Path, result_dir: Path) -> None:
         def copy(transfer: TransferOptions, files_url: str, receipt: RequantizedReceipt) -> None:
@@ -77,7 +77,7 @@ def requantize(plan: RequantizePlan, progress: Progress, copies: CopyPlan | None
         if copies is None or not copy_from_peer(copies, plan, result_dir, RequantizedReceipt, copy):
             _write_result(plan, work, result_dir, progress)
 
-    return verify.create_checkpoint(plan, f"plan {plan.digest[:12]}", progress, write)
+    verify.create_checkpoint(plan, f"plan {plan.digest[:12]}", progress, write)
 
 
 def _write_result(plan: RequantizePlan, work: Path, result_dir: Path, progress: Progress) -> None:

@@ -190,8 +190,8 @@ def create_checkpoint(
     description: str,
     progress: Progress,
     write: Callable[[Path, Path], None],
-) -> bool:
-    """Create, verify and publish a plan's checkpoint; return False if it already exists.
+) -> None:
+    """Create, verify and publish a plan's checkpoint, unless it already exists.
 
     ``write(work_dir, result_dir)`` writes checkpoint and receipt. Files in ``work_dir`` stay after
     an interruption, so that the next run can resume.
@@ -212,18 +212,17 @@ def create_checkpoint(
     work = partial_dir(plan.out_dir)
     if exists():
         shutil.rmtree(work, ignore_errors=True)
-        return False
+        return
     with storage.lock_directory(work):
         # Another process may have created it while this process waited for the lock.
         if exists():
-            return False
+            return
         result_dir = partial_tree(plan.out_dir)
         write(work, result_dir)
         verify_checkpoint(result_dir, progress, full=False)
         storage.publish(result_dir, plan.out_dir)
         storage.clear(work)
         work.rmdir()
-    return True
 
 
 def hash_base(

@@ -1,6 +1,7 @@
 """Break a run of the builder at a chosen system call, or a file by a bit."""
 
 import os
+import re
 
 from builder_trees import run_tool
 from builder_zygote import WATCHED, WRITING
@@ -18,7 +19,10 @@ def run_broken(*arguments, act="kill", number=0, path=None, names=None, only_pat
         "only_path": only_path,
         "no_room_gate": True,
     }
-    return run_tool(*arguments, check=False, fault=fault)
+    done = run_tool(*arguments, check=False, fault=fault)
+    calls = re.search(r"^calls=(\d+)$", done.stdout, re.MULTILINE)
+    done.calls = int(calls[1]) if calls else 0
+    return done
 
 
 def spread_calls(calls):

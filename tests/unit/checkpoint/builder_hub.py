@@ -90,13 +90,27 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 
-def send_and_crawl(handler, data):
-    first = int(handler.headers.get("Range", "bytes=0-").partition("=")[2].partition("-")[0])
-    at = max(first, len(data) // 3)
+def send_head(handler, data):
+    """Send only the headers of a response; return its body."""
+    first = int((handler.headers.get("Range") or "bytes=0-").partition("=")[2].partition("-")[0])
     place = {"Content-Range": f"bytes {first}-{len(data) - 1}/{len(data)}"}
-    handler.answer(206 if first else 200, data[first:at], place, announced=len(data) - first)
-    for begin in range(at, len(data), 70):
-        handler.wfile.write(data[begin : begin + 70])
+    handler.answer(206 if first else 200, b"", place, announced=len(data) - first)
+    return data[first:]
+
+
+def send_half(handler, data):
+    body = send_head(handler, data)
+    handler.wfile.write(body[: len(body) // 2])
+    handler.wfile.flush()
+    handler.close_connection = True
+
+
+def send_and_crawl(handler, data):
+    body = send_head(handler, data)
+    at = max(0, len(body) - len(data) * 2 // 3)
+    handler.wfile.write(body[:at])
+    for begin in range(at, len(body), 70):
+        handler.wfile.write(body[begin : begin + 70])
         time.sleep(0.1)
 
 

@@ -27,6 +27,33 @@ def relative(actual, expected):
     return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
 
 
+def fill(name, byte):
+    return lambda tensors: edit(tensors, name, lambda data: byte * len(data))
+
+
+def set_first(name, new):
+    return lambda tensors: edit(tensors, name, lambda data: new + data[len(new) :])
+
+
+def set_last(name, new):
+    return lambda tensors: edit(tensors, name, lambda data: data[: -len(new)] + new)
+
+
+def edit(tensors, name, change):
+    raw = tensors[name]
+    tensors[name] = raw._replace(data=change(raw.data))
+
+
+def exchange_gate_and_up(tensors):
+    exchange(tensors, f"{MODULE}.gate_proj", f"{MODULE}.up_proj")
+
+
+def exchange(tensors, first, second):
+    for suffix in ("weight", "weight_scale_inv"):
+        a, b = f"{first}.{suffix}", f"{second}.{suffix}"
+        tensors[a], tensors[b] = tensors[b], tensors[a]
+
+
 def refused(workshop, code=3, **changes):
     workshop.write_sources(**changes)
     before = workshop.base_hashes()

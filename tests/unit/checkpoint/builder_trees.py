@@ -1,16 +1,12 @@
 """Synthetic sources with real names, written without our own code, and runs of the builder."""
 
-import atexit
 import hashlib
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 from builder_shards import (
@@ -23,6 +19,8 @@ from builder_shards import (
     read_shard,
     write_shard,
 )
+
+from tests import forked
 
 ROOT = Path(__file__).parents[3]
 LAYERS, EXPERTS, HIDDEN, WIDTH, VOCABULARY = 4, 2, 256, 128, 320
@@ -283,6 +281,19 @@ class Workshop:
         return {entry["path"]: entry["sha256"] for entry in file_entries(self.base_dir)}
 
 
+def changed(document, path, value):
+    """Return a copy with a value at a path; None removes the key."""
+    copy = json.loads(json.dumps(document))
+    place = copy
+    for key in path[:-1]:
+        place = place[key]
+    if value is None:
+        del place[path[-1]]
+    else:
+        place[path[-1]] = value
+    return copy
+
+
 def tree_tensors(directory):
     index = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]
     shards = {shard: read_shard(directory / shard) for shard in set(index.values())}
@@ -317,25 +328,12 @@ def tool_environment():
     return {**os.environ, "PYTHONPATH": os.pathsep.join(homes)}
 
 
-@cache
-def _zygote():
-    process = subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("builder_zygote.py"))],
-        env=tool_environment(),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    atexit.register(process.kill)
-    return process
-
-
-def run_tool(*arguments, check=True, fault=None):
-    request = {"arguments": [str(argument) for argument in arguments], "fault": fault}
-    zygote = _zygote()
-    zygote.stdin.write(json.dumps(request) + "\n")
-    zygote.stdin.flush()
-    done = SimpleNamespace(**json.loads(zygote.stdout.readline()))
+def run_tool(*arguments, check=True, fault=None, env=os.environ):
+    words = ("tests.unit.checkpoint.builder_zygote", json.dumps(fault), *arguments)
+    done = forked.run(
+        words if fault else ("spark_checkpoint", *arguments),
+        cwd=ROOT, env=env, ready=forked.BUILDER,
+    )  # fmt: skip
     if "Traceback" in done.stderr or (check and done.returncode != 0):
         raise AssertionError(f"exit {done.returncode}\n{done.stdout}\n{done.stderr}")
     return done

@@ -1,16 +1,13 @@
-"""Forks a process per builder run, because importing numpy takes longer than most runs.
-
-Not the test process itself: other tests load libraries that patch sockets and threads. As a script
-it reads a JSON request per line and prints a JSON line.
-"""
+"""Runs the builder with a fault; as a module of ``tests.forked``."""
 
 import errno
-import gc
 import json
 import os
 import signal
 import sys
-import tempfile
+
+from spark_checkpoint import storage
+from spark_checkpoint.__main__ import main as run_builder
 
 # All calls of the builder that access the disk.
 WRITING = ("open", "write", "pwrite", "fsync", "link", "rename", "mkdir")
@@ -84,16 +81,11 @@ def keep_journal(path):
     os.fsync, os.rename = fsync, rename
 
 
-def run_request(request, result_path):
-    from spark_checkpoint import storage
-    from spark_checkpoint.__main__ import main
-
-    fault = request.get("fault") or {}
+def main(fault, arguments):
     if fault.get("no_room_gate"):
         storage.check_free_space = lambda *_: None
     if "journal" in fault:
         keep_journal(fault["journal"])
-    raw_write, raw_open = os.write, os.open
     calls = watch(
         fault.get("names", WATCHED),
         fault.get("number", 0),
@@ -101,51 +93,10 @@ def run_request(request, result_path):
         fault.get("path"),
         fault.get("only_path", False),
     )
-    code = main(request["arguments"])
-    raw_write(raw_open(result_path, os.O_WRONLY), str(calls[0]).encode())
+    code = run_builder(arguments)
+    sys.stdout.write(f"calls={calls[0]}\n")
     return code
 
 
-def serve():
-    import spark_checkpoint.__main__
-    import spark_checkpoint.build.source_checks
-    import spark_checkpoint.requantize  # noqa: F401
-    from spark_checkpoint.sources import connections
-
-    connections.tls_context()
-    gc.freeze()
-    for line in sys.stdin:
-        request = json.loads(line)
-        with (
-            tempfile.NamedTemporaryFile("r+") as out,
-            tempfile.NamedTemporaryFile("r+") as err,
-            tempfile.NamedTemporaryFile("r+") as result,
-        ):
-            child = os.fork()
-            if child == 0:
-                os.dup2(out.fileno(), 1)
-                os.dup2(err.fileno(), 2)
-                code = 99
-                try:
-                    code = run_request(request, result.name)
-                except BaseException:
-                    sys.excepthook(*sys.exc_info())
-                finally:
-                    sys.stdout.flush()
-                    sys.stderr.flush()
-                    os._exit(code)
-            _, status = os.waitpid(child, 0)
-            for file in (out, err, result):
-                file.seek(0)
-            answer = {
-                "returncode": os.waitstatus_to_exitcode(status),
-                "stdout": out.read(),
-                "stderr": err.read(),
-                "calls": int(result.read() or 0),
-            }
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
-
-
 if __name__ == "__main__":
-    serve()
+    sys.exit(main(json.loads(sys.argv[1]), sys.argv[2:]))

@@ -37,8 +37,8 @@ def source(hub):
 def order(hub, source, tmp_path):
     def write(**changes):
         path = tmp_path / "fetch.json"
-        changes.setdefault("urls", [f"{hub.url}/{REPOSITORY}/"])
-        path.write_text(json.dumps(fetch_order(source, tmp_path / "out", **changes)))
+        defaults = {"out": tmp_path / "out", "urls": [f"{hub.url}/{REPOSITORY}/"]}
+        path.write_text(json.dumps(fetch_order(source, **{**defaults, **changes})))
         return path
 
     return write

@@ -6,7 +6,6 @@ import subprocess
 
 import pytest
 from builder_faults import POINTS, flip, run_broken, spread_calls
-from builder_hub import fetch_order
 from builder_judge import LAYOUTS
 from builder_shards import read_shard
 from builder_trees import file_entries, run_tool, tree_tensors
@@ -26,15 +25,6 @@ FULL_DISK = (
 def scene(workshop):
     workshop.write_sources()
     return workshop
-
-
-@pytest.fixture
-def repository(hub):
-    source = hub.root / "r"
-    (source / "sub").mkdir(parents=True)
-    for number, size in enumerate((3_000_000, 70_000, 0)):
-        (source / "sub" / f"{number}").write_bytes(os.urandom(size))
-    return source
 
 
 def assert_names_full_disk(stderr, directory):
@@ -72,22 +62,21 @@ def test_build_interrupted_at_any_call_is_finished_by_next_run(scene, layout, ac
 
 @pytest.mark.slow
 @pytest.mark.parametrize("act", ACTS)
-def test_fetch_interrupted_at_any_call_is_finished_by_next_run(tmp_path, hub, repository, act):
-    local, order, out = tmp_path / "local", tmp_path / "fetch.json", tmp_path / "out"
+def test_fetch_interrupted_at_any_call_is_finished_by_next_run(tmp_path, order, source, act):
+    local, out, data = tmp_path / "local", tmp_path / "out", (source / "file-0.bin").read_bytes()
     local.mkdir()
-    (local / "x").write_bytes((repository / "sub/1").read_bytes())
-    document = fetch_order(repository, out, urls=[f"{hub.url}/r"], look_in=[str(local)])
-    order.write_text(json.dumps(document))
-    calls = run_broken("fetch", order, act=act).calls
+    (local / "x").write_bytes(data)
+    path = order(look_in=[str(local)])
+    calls = run_broken("fetch", path, act=act).calls
     shutil.rmtree(out)
     for number in spread_calls(calls):
-        assert run_broken("fetch", order, act=act, number=number).returncode in (ACTS[act], 0)
+        assert run_broken("fetch", path, act=act, number=number).returncode in (ACTS[act], 0)
         if out.exists():
             run_tool("verify", out, "--full")
-        run_tool("fetch", order)
-        assert file_entries(out) == file_entries(repository)
+        run_tool("fetch", path)
+        assert file_entries(out) == file_entries(source)
         assert not (tmp_path / ".out.partial").exists()
-        assert (local / "x").read_bytes() == (repository / "sub/1").read_bytes()
+        assert (local / "x").read_bytes() == data
         shutil.rmtree(out)
 
 
@@ -182,16 +171,16 @@ def test_syncs_a_built_checkpoint_before_the_rename(scene, layout):
 
 
 @pytest.mark.parametrize("place", ["hub", "another filesystem"])
-def test_syncs_a_fetched_checkpoint_before_the_rename(tmp_path, hub, repository, small_disk, place):
-    changes = {"urls": [f"{hub.url}/r"]}
+def test_syncs_a_fetched_checkpoint_before_the_rename(tmp_path, order, source, small_disk, place):
+    look_in = []
     if place != "hub":
         disk = small_disk(8 << 20)
-        (disk / "found").write_bytes((repository / "sub/0").read_bytes())
-        changes["look_in"] = [str(disk)]
-    order, out, journal = (tmp_path / name for name in ("fetch.json", "out", "journal"))
-    order.write_text(json.dumps(fetch_order(repository, out, **changes)))
-    assert run_tool("fetch", order, fault={"journal": str(journal)}).returncode == 0
-    assert count_synced(out, journal) == 6
+        (disk / "found").write_bytes((source / "file-1.bin").read_bytes())
+        look_in = [str(disk)]
+    journal = tmp_path / "journal"
+    done = run_tool("fetch", order(look_in=look_in), fault={"journal": str(journal)})
+    assert done.returncode == 0
+    assert count_synced(tmp_path / "out", journal) == 7
 
 
 def test_rejects_overlay_across_filesystems(scene, small_disk):
@@ -217,23 +206,15 @@ def test_detects_a_base_shard_edited_after_the_fetch(scene, layout):
 def test_detects_a_flipped_byte_anywhere_in_a_rewritten_shard(scene):
     shard = largest_shard(scene)
     size = shard.stat().st_size
-    for offset in (9, size // 3, size // 2, size - 100):
+    replaced = next(
+        raw.data for name, raw in read_shard(shard).items() if ".shared_expert." in name
+    )
+    for offset in (9, size // 3, size // 2, size - 100, shard.read_bytes().index(replaced)):
         flip(shard, keep_time=True, offset=offset)
         done = scene.build(check=False, layout="full")
         flip(shard, keep_time=True, offset=offset)
         assert done.returncode == 3
         assert not scene.out.exists()
-
-
-def test_detects_a_flipped_byte_of_a_replaced_tensor(scene):
-    name = next(
-        name
-        for name in scene.base
-        if ".shared_expert." in name and name.endswith(".up_proj.weight")
-    )
-    shard = next(path for path in scene.base_dir.glob("model-0*") if name in read_shard(path))
-    flip(shard, keep_time=True, offset=shard.read_bytes().index(scene.base[name].data))
-    assert scene.build(check=False, layout="full").returncode == 3
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -1,5 +1,4 @@
 import base64
-import contextlib
 import hashlib
 import json
 import os
@@ -13,8 +12,8 @@ import time
 
 import pytest
 from builder_faults import run_broken
-from builder_hub import REPOSITORY, Hub, contents
-from builder_trees import piece_lines, run_tool, tool_environment
+from builder_hub import REPOSITORY, Hub, contents, send_half
+from builder_trees import changed, piece_lines, run_tool, tool_environment
 
 LARGE = "file-1.bin"
 
@@ -95,12 +94,7 @@ BAD_ORDERS = {
 def test_rejects_invalid_plan_before_any_change(order, tmp_path, case):
     keys, value, problem = BAD_ORDERS[case]
     path = order()
-    document = json.loads(path.read_text())
-    place = document
-    for key in keys[:-1]:
-        place = place[key]
-    place[keys[-1]] = value
-    path.write_text(json.dumps(document))
+    path.write_text(json.dumps(changed(json.loads(path.read_text()), keys, value)))
     done = run_tool("fetch", path, check=False)
     assert done.returncode == 2
     assert problem in done.stderr
@@ -108,12 +102,17 @@ def test_rejects_invalid_plan_before_any_change(order, tmp_path, case):
 
 
 @pytest.mark.parametrize("pieces", [True, False])
-def test_receipt_lists_pieces_of_resumed_file_if_requested(order, source, tmp_path, pieces):
+def test_resumes_inside_a_file_after_a_kill(order, hub, source, tmp_path, pieces):
     data = os.urandom((9 << 20) + 5)
     (source / LARGE).write_bytes(data)
     path = order(pieces=pieces)
     assert run_broken("fetch", path, number=6, names=["write"]).returncode == -9
+    hub.requests.clear()
     run_tool("fetch", path)
+    [byte_range] = large_ranges(hub)
+    assert int(re.fullmatch(rf"bytes=(\d+)-{len(data) - 1}", byte_range)[1]) >= 1 << 20
+    assert contents(tmp_path / "out") == contents(source)
+    assert not (tmp_path / ".out.partial").exists()
     listed = {file["path"]: file["pieces"] for file in receipt_files(tmp_path) if "pieces" in file}
     assert listed == ({LARGE: piece_lines(data, 4 << 20)} if pieces else {})
 
@@ -182,11 +181,10 @@ def test_logs_in_to_the_proxy_without_printing_the_password(order, hub, tmp_path
     assert "pass" not in done.stderr + done.stdout + down.stderr + down.stdout
 
 
-def send_half(handler, path, data):
+def interrupt(handler, path, data):
     if not path.endswith(LARGE) or handler.headers.get("Range"):
         return False
-    handler.answer(200, data[: len(data) // 2], announced=len(data))
-    handler.close_connection = True
+    send_half(handler, data)
     return True
 
 
@@ -195,55 +193,16 @@ def large_ranges(hub):
 
 
 def test_resumes_inside_a_file_after_connection_loss(order, hub, source, tmp_path):
-    hub.fault = send_half
+    hub.fault = interrupt
     run_tool("fetch", order())
     assert large_ranges(hub) == [None, "bytes=1250000-2499999"]
     assert contents(tmp_path / "out") == contents(source)
 
 
 @pytest.mark.slow
-def test_resumes_inside_a_file_after_a_kill(order, hub, source, tmp_path):
-    def send_slowly(handler, path, data):
-        if not path.endswith(LARGE):
-            return False
-        handler.send_response(200)
-        handler.send_header("Content-Length", str(len(data)))
-        handler.end_headers()
-        handler.wfile.write(data[:2_000_000])
-        handler.wfile.flush()
-        released.wait(20)
-        return True
-
-    def received_bytes():
-        sizes = [0]
-        for part in (tmp_path / ".out.partial/parts").glob("*"):
-            with contextlib.suppress(FileNotFoundError):
-                sizes.append(part.stat().st_size)
-        return sum(sizes)
-
-    released = threading.Event()
-    hub.fault = send_slowly
-    process = start_fetch(order(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 20
-    while received_bytes() < 1_000_000:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    process.kill()
-    process.wait()
-    released.set()
-    hub.fault = None
-    hub.requests.clear()
-    run_tool("fetch", order())
-    [byte_range] = large_ranges(hub)
-    assert int(re.fullmatch(r"bytes=(\d+)-2499999", byte_range)[1]) >= 1_000_000
-    assert contents(tmp_path / "out") == contents(source)
-    assert not (tmp_path / ".out.partial").exists()
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("case", ["damaged part", "no ranges"])
 def test_fetches_a_file_again_if_it_cannot_resume(order, hub, source, tmp_path, case):
-    hub.fault = lambda h, path, data: path.endswith(LARGE) and (send_half(h, path, data) or True)
+    hub.fault = lambda h, path, data: path.endswith(LARGE) and (send_half(h, data) or True)
     assert run_tool("fetch", order(tries=1), check=False).returncode == 4
     hub.fault, hub.ignore_ranges = None, case == "no ranges"
     if case == "damaged part":

@@ -2,7 +2,16 @@ import re
 
 import numpy as np
 import pytest
-from builder_judge import MODULE, donor_values, refused, relative
+from builder_judge import (
+    MODULE,
+    donor_values,
+    exchange,
+    exchange_gate_and_up,
+    fill,
+    refused,
+    relative,
+    set_first,
+)
 from builder_shards import BLOCK, Raw, bf16_tensor, bf16_values, fp8_pair
 from builder_trees import DONOR_SHAPES, SWAP
 from spark_checkpoint import tensor_sets
@@ -223,15 +232,6 @@ def test_accepts_null_as_module_config(workshop, choice):
     assert isinstance(workshop.quantization()["extra_config"], dict)
 
 
-def swap_modules(first, second):
-    def inflict(donor):
-        for suffix in ("weight", "weight_scale_inv"):
-            a, b = f"{first}.{suffix}", f"{second}.{suffix}"
-            donor[a], donor[b] = donor[b], donor[a]
-
-    return inflict
-
-
 def edit_weight(change, dtype=np.uint8, suffix="weight"):
     def inflict(donor):
         raw = donor[f"{UP}.{suffix}"]
@@ -239,14 +239,6 @@ def edit_weight(change, dtype=np.uint8, suffix="weight"):
         donor[f"{UP}.{suffix}"] = Raw(raw.dtype, raw.shape, change(matrix).tobytes())
 
     return inflict
-
-
-def set_element(index, value):
-    def change(matrix):
-        matrix[index] = value
-        return matrix
-
-    return change
 
 
 def flip_byte(matrix):
@@ -260,18 +252,24 @@ OTHER = "donor differs from the base's weight by "
 BAD_SCALES = "donor scales must be finite and above zero"
 DAMAGES = {
     "a flipped byte": (edit_weight(flip_byte), "differ from the base by more than rounding"),
-    "gate and up exchanged": (swap_modules(f"{MODULE}.gate_proj", UP), OTHER),
-    "another layer's tensor": (swap_modules(UP, UP.replace("layers.1", "layers.2")), OTHER),
+    "gate and up exchanged": (exchange_gate_and_up, OTHER),
+    "another layer's tensor": (
+        lambda donor: exchange(donor, UP, UP.replace("layers.1", "layers.2")),
+        OTHER,
+    ),
     # The grid is square, so shapes do not reveal it.
     "transposed scales": (edit_weight(np.transpose, **SCALES), OTHER),
     "a transposed weight": (edit_weight(np.transpose), OTHER),
-    "all zero": (edit_weight(np.zeros_like), "donor weight is all zero"),
-    "a block of zeros": (edit_weight(set_element((slice(None), slice(BLOCK)), 0)), OTHER),
+    "all zero": (fill(f"{UP}.weight", b"\0"), "donor weight is all zero"),
+    "a block of zeros": (
+        edit_weight(lambda matrix: np.hstack([matrix[:, :BLOCK] * 0, matrix[:, BLOCK:]])),
+        OTHER,
+    ),
     "bytes reversed": (edit_weight(lambda matrix: matrix.reshape(-1)[::-1]), OTHER),
-    "a scale of zero": (edit_weight(set_element((0, 0), 0), **SCALES), BAD_SCALES),
-    "an infinite scale": (edit_weight(set_element((0, 0), 0x7F80), **SCALES), BAD_SCALES),
-    "a negative scale": (edit_weight(set_element((0, 0), 0xBC00), **SCALES), BAD_SCALES),
-    "a NaN weight": (edit_weight(set_element((0, 0), 0x7F)), "donor weight has NaN codes"),
+    "a scale of zero": (set_first(f"{UP}.weight_scale_inv", b"\0\0"), BAD_SCALES),
+    "an infinite scale": (set_first(f"{UP}.weight_scale_inv", b"\x80\x7f"), BAD_SCALES),
+    "a negative scale": (set_first(f"{UP}.weight_scale_inv", b"\0\xbc"), BAD_SCALES),
+    "a NaN weight": (set_first(f"{UP}.weight", b"\x7f"), "donor weight has NaN codes"),
 }
 
 

@@ -2,12 +2,12 @@ import json
 import re
 
 import pytest
+from builder_shards import Raw, write_shard
 from builder_trees import BASE_COMMIT, run_tool
 from spark_checkpoint import ValidationError
 from spark_checkpoint.__main__ import read_build_plan
 from spark_checkpoint.build.source_checks import match_plan_names
-from spark_checkpoint.headers import Tensor
-from spark_checkpoint.inspection import describe_recipe, group_and_dtype, open_checkpoint
+from spark_checkpoint.inspection import open_checkpoint
 from spark_contract.fetching import TransferOptions
 
 
@@ -167,24 +167,18 @@ def test_rejects_missing_directory():
 
 
 ROUTED = "model.language_model.layers.0.mlp.experts.0.up_proj"
+FP8_PART, BF16_PART = Raw("F8_E4M3", (4,), bytes(4)), Raw("BF16", (4,), bytes(8))
 
 
 @pytest.mark.parametrize(
-    ("kind", "routed", "shared", "fp8"),
+    ("kind", "tensors"),
     [
-        ("hybrid, full layout (needs the plugin)", ".qweight", ".weight", {UP}),
-        ("INT4 with INT8 shared experts (plain auto-round, no plugin)", ".qweight", ".qweight", ()),
-        ("INT4 base", ".qweight", ".weight", ()),
-        ("FP8 donor", ".weight", ".weight", {UP, ROUTED}),
-        ("BF16 original", ".weight", ".weight", ()),
-        ("unknown", None, ".weight", {UP}),
+        ("FP8 donor", {UP: FP8_PART, ROUTED: FP8_PART}),
+        ("BF16 original", {UP: BF16_PART, ROUTED: BF16_PART}),
+        ("unknown", {UP: FP8_PART}),
     ],
 )
-def test_derives_recipe_from_dtypes_of_routed_and_shared_experts(kind, routed, shared, fp8):
-    tensors = {}
-    for module, suffix in ((UP, shared), (ROUTED, routed)):
-        if suffix:
-            dtype = "I32" if suffix == ".qweight" else "F8_E4M3" if module in fp8 else "BF16"
-            tensors[module + suffix] = Tensor(dtype, (256,), 0, 2)
-    groups = {group_and_dtype(name, tensor) for name, tensor in tensors.items()}
-    assert describe_recipe(groups, {"model.safetensors"}) == kind
+def test_derives_recipe_from_dtypes_of_experts(tmp_path, kind, tensors):
+    named = {f"{module}.weight": raw for module, raw in tensors.items()}
+    write_shard(tmp_path / "model.safetensors", named)
+    assert inspect(tmp_path)["recipe"] == kind

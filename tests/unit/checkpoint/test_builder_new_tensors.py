@@ -3,7 +3,18 @@ import random
 
 import numpy as np
 import pytest
-from builder_judge import LAYOUTS, MODULE, donor_values, refused, relative, unpack_packed
+from builder_judge import (
+    LAYOUTS,
+    MODULE,
+    donor_values,
+    exchange_gate_and_up,
+    fill,
+    refused,
+    relative,
+    set_first,
+    set_last,
+    unpack_packed,
+)
 from builder_shards import (
     BLOCK,
     ITEM_BYTES,
@@ -43,17 +54,14 @@ def test_packed_head_dequantizes_to_the_base_head(workshop, layout):
     assert workshop.quantization()["spark"]["head"] == "int8-g128"
 
 
-def test_rejects_packing_of_head_that_engine_would_pad(workshop):
-    workshop.base["lm_head.weight"] = bf16_tensor(np.ones((VOCABULARY - 4, 256), np.float32))
-    workshop.donor["lm_head.weight"] = workshop.base["lm_head.weight"]
-    assert "a multiple of 64" in refused(workshop, head="int8-g128")
-
-
-def test_rejects_packing_of_head_with_nan(workshop):
-    head = bf16_values(workshop.base["lm_head.weight"]).copy()
-    head[7, 9] = np.nan
-    workshop.base["lm_head.weight"] = bf16_tensor(head)
-    assert "lm_head.weight: has NaN" in refused(workshop, head="int8-g128")
+@pytest.mark.parametrize(
+    ("rows", "value", "problem"),
+    [(VOCABULARY - 4, 1, "a multiple of 64"), (VOCABULARY, np.nan, "lm_head.weight: has NaN")],
+)
+def test_rejects_heads_that_cannot_be_packed(workshop, rows, value, problem):
+    head = bf16_tensor(np.full((rows, HIDDEN), value, np.float32))
+    workshop.base["lm_head.weight"] = workshop.donor["lm_head.weight"] = head
+    assert problem in refused(workshop, head="int8-g128")
 
 
 def test_int8_shared_experts_need_neither_donor_nor_plugin(workshop):
@@ -161,23 +169,6 @@ FP8 = "mtp.layers.0.self_attn.q_proj.weight"
 SCALE = f"{FP8}_scale_inv"
 PLAIN = "mtp.fc.weight"
 NORM = "mtp.norm.weight"
-
-
-def fill(name, byte):
-    return lambda donor: edit(donor, name, lambda data: byte * len(data))
-
-
-def set_first(name, new):
-    return lambda donor: edit(donor, name, lambda data: new + data[len(new) :])
-
-
-def set_last(name, new):
-    return lambda donor: edit(donor, name, lambda data: data[: -len(new)] + new)
-
-
-def edit(tensors, name, change):
-    raw = tensors[name]
-    tensors[name] = Raw(raw.dtype, raw.shape, change(raw.data))
 
 
 def put(name, raw):
@@ -309,12 +300,6 @@ def test_accepts_hybrid_quantized_with_different_rounding(hybrid):
     values = e4m3_values(codes) * grid[: raw.shape[0], : raw.shape[1]] * 1.003
     hybrid.base[weight], hybrid.base[scale] = fp8_pair(values.astype(np.float32))
     hybrid.build(**hybrid.choices)
-
-
-def exchange_gate_and_up(base):
-    for suffix in ("weight", "weight_scale_inv"):
-        gate, up = f"{MODULE}.gate_proj.{suffix}", f"{MODULE}.up_proj.{suffix}"
-        base[gate], base[up] = base[up], base[gate]
 
 
 def transpose_grid(base):

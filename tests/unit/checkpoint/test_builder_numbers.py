@@ -6,10 +6,8 @@ from hypothesis import strategies as st
 from spark_checkpoint.number_formats import (
     GROUP,
     bf16_bits,
-    dequantize,
     from_bf16_bits,
     from_e4m3,
-    pack_rows,
     quantize_blocks,
     quantize_rows,
     reduce_blocks,
@@ -103,24 +101,3 @@ def test_keeps_extreme_groups_finite(value):
     assert (scales > 0).all()
     back = (result.codes.astype(np.float32) - 128) * scales
     assert np.allclose(back, weights, rtol=0.02, atol=1e-37)
-
-
-def test_packs_four_inputs_per_word_lowest_byte_first():
-    packed = pack_rows(np.arange(32, dtype=np.uint8).reshape(2, 16), 8)
-    assert packed.shape == (4, 2)
-    assert packed[1, 0] == 4 | 5 << 8 | 6 << 16 | 7 << 24
-    assert packed[0, 1] == 16 | 17 << 8 | 18 << 16 | 19 << 24
-
-
-def test_relative_errors_equal_those_in_the_documentation():
-    weights = (np.random.default_rng(3).standard_normal((512, 1024)) * 0.02).astype(np.float32)
-    codes, words = quantize_blocks(weights, (128, 128))
-    fp8 = dequantize(codes, from_bf16_bits(words), (128, 128))
-    int8 = quantize_rows(weights, 8)
-    scales = np.repeat(from_bf16_bits(int8.scales), GROUP, axis=1)
-    packed = (int8.codes.astype(np.float32) - 128) * scales
-    errors = [
-        float(np.linalg.norm(rounded - weights) / np.linalg.norm(weights))
-        for rounded in (fp8, packed)
-    ]
-    assert errors == [pytest.approx(0.0265, abs=2e-4), pytest.approx(0.0063, abs=2e-4)]

@@ -1,8 +1,6 @@
-import json
-
 import pytest
 import yaml
-from builder_trees import ROOT
+from builder_trees import ROOT, changed
 from spark_checkpoint.__main__ import read_build_plan
 from spark_contract import documents
 from spark_contract.builder_api import BuildPlan, expand_all
@@ -34,18 +32,6 @@ def test_catalog_patterns_expand_to_the_published_counts(model):
     assert base.isdisjoint(f"{module}.weight_scale_inv" for module in swap)
 
 
-def change(document, path, value):
-    copy = json.loads(json.dumps(document))
-    place = copy
-    for key in path[:-1]:
-        place = place[key]
-    if value is None:
-        del place[path[-1]]
-    else:
-        place[path[-1]] = value
-    return copy
-
-
 BROKEN = [
     (["digest"], None),
     (["digest"], "x"),
@@ -72,7 +58,7 @@ BROKEN = [
 def test_rejects_invalid_plan(workshop, path, value):
     documents.read(BuildPlan, workshop.plan())
     with pytest.raises(DocumentError):
-        documents.read(BuildPlan, change(workshop.plan(), path, value))
+        documents.read(BuildPlan, changed(workshop.plan(), path, value))
 
 
 def test_build_plan_is_unchanged_after_encoding_and_parsing(workshop):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builder_hub import REPOSITORY, Hub, fetch_order, send_and_crawl
+from builder_hub import REPOSITORY, Hub, fetch_order, send_and_crawl, send_half, send_head
 from builder_trees import run_tool, tool_environment
 from spark_checkpoint import TransferError
 from spark_checkpoint.sources.client import _resolve_redirect
@@ -37,23 +37,6 @@ def close(handler, data):
 
 def status(code, **headers):
     return lambda handler, data: handler.answer(code, b"no", headers)
-
-
-def send_head(handler, data):
-    first = int((handler.headers.get("Range") or "bytes=0-").partition("=")[2].partition("-")[0])
-    rest = data[first:]
-    handler.send_response(206 if first else 200)
-    handler.send_header("Content-Range", f"bytes {first}-{len(data) - 1}/{len(data)}")
-    handler.send_header("Content-Length", str(len(rest)))
-    handler.end_headers()
-    return rest
-
-
-def send_half(handler, data):
-    rest = send_head(handler, data)
-    handler.wfile.write(rest[: len(rest) // 2])
-    handler.wfile.flush()
-    handler.close_connection = True
 
 
 def stall(handler, data):
@@ -121,15 +104,9 @@ class Failure:
 
 
 FAILURES = {
-    "401": Failure(status(401), "returned 401", once=False),
-    "403": Failure(status(403), "returned 403", once=False),
-    "404": Failure(status(404), "returned 404", once=False),
-    "416": Failure(status(416), "returned 416", once=False),
+    **{str(n): Failure(status(n), f"returned {n}", once=False) for n in (401, 403, 404, 416)},
     "429": Failure(status(429, **{"Retry-After": "0"}), "HTTP 429"),
-    "500": Failure(status(500), "HTTP 500"),
-    "502": Failure(status(502), "HTTP 502"),
-    "503": Failure(status(503), "HTTP 503"),
-    "504": Failure(status(504), "HTTP 504"),
+    **{str(n): Failure(status(n), f"HTTP {n}") for n in (500, 502, 503, 504)},
     "closes without an answer": Failure(close, "last error: the connection closed;"),
     "slow": Failure(send_slowly, "", slow=True),
     "slow to the end": Failure(send_end_slowly, "", slow=True),

@@ -14,7 +14,6 @@ import sys
 
 import pytest
 from builder_faults import run_broken, spread_calls
-from builder_hub import fetch_order
 from builder_trees import file_entries, run_tool, tool_environment, tree_tensors
 
 from tests.faults.sweep import Sweep, assert_all_passed
@@ -181,15 +180,11 @@ def cut_each_call(verb, disk, order, out, content):
     return expected
 
 
-def test_fetch_is_complete_or_absent_after_power_cut_and_next_run_finishes(disk, hub, tmp_path):
-    source = hub.root / "r"
-    (source / "sub").mkdir(parents=True)
-    for number, size in enumerate((3_000_000, 70_000, 0)):
-        (source / "sub" / f"{number}").write_bytes(os.urandom(size))
-    order, out = tmp_path / "fetch.json", disk.place / "models" / "out"
+def test_fetch_is_complete_or_absent_after_power_cut_and_next_run_finishes(disk, order, source):
+    out = disk.place / "models" / "out"
     out.parent.mkdir()
-    order.write_text(json.dumps(fetch_order(source, out, urls=[f"{hub.url}/r"])))
-    assert cut_each_call("fetch", disk, order, out, file_entries) == file_entries(source)
+    path = order(out=str(out))
+    assert cut_each_call("fetch", disk, path, out, file_entries) == file_entries(source)
 
 
 def test_build_is_complete_or_absent_after_power_cut_and_next_run_finishes(disk, workshop):

@@ -11,12 +11,12 @@ import os
 import shutil
 import stat
 from functools import cache
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from builder_hub import Hub, fetch_order
+from builder_trees import run_tool
 from spark_checkpoint import ValidationError, autoround_job
 from spark_checkpoint.directory import read_checkpoint
 from spark_checkpoint.headers import Header, Tensor
@@ -26,14 +26,12 @@ from lab.model import original, repository, rounding, vocabulary
 from lab.model.safetensors import Tensors, write_model
 from lab.model.shape import TINY
 from spark_deploy.config.catalog.model import HybridModel
-from tests import forked
 from tests.host.test_requantize import own_model
 from tests.host.test_requantize_drafter import small_drafter
 from tests.unit.planning.plans import shipped_catalog
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[3]
 BASE = own_model()["tensors"]["base"]
 MTP = shipped_catalog().model("lab-tiny").tensors.mtp
 SMALL_MTP = small_drafter()["tensors"]["mtp"]
@@ -114,7 +112,8 @@ class Bench:
         }  # fmt: skip
         path = self.root / "requantize.json"
         path.write_text(json.dumps(order))
-        return run_tool("requantize", path, *options, path=self.root / "bin")
+        env = {**os.environ, "PATH": f"{self.root / 'bin'}:{os.environ['PATH']}"}
+        return run_tool("requantize", path, *options, check=False, env=env)
 
     def refused(self, **changes):
         done = self.run(**changes)
@@ -152,14 +151,6 @@ class Bench:
         for shard in (self.root / "ready").glob("*.safetensors*"):
             shard.unlink()
         write_model(self.root / "ready", tensors, {}, 2_000_000)
-
-
-def run_tool(*arguments, path=None):
-    env = {**os.environ, "PATH": f"{path}:{os.environ['PATH']}"} if path else os.environ
-    words = ("spark_checkpoint", *arguments)
-    done = forked.run(words, cwd=ROOT, env=env, ready=forked.BUILDER)
-    assert "Traceback" not in done.stderr, done.stderr
-    return done
 
 
 @pytest.fixture

@@ -43,8 +43,8 @@ from spark_checkpoint.sources.donor import UrlDonor
 from spark_checkpoint.sources.peers import BUILD_LOCALLY, copy_from_peer
 
 
-def build(plan: BuildPlan, progress: Progress, copies: CopyPlan | None = None) -> bool:
-    """Build the plan's checkpoint or copy it from a peer; return False if it already exists."""
+def build(plan: BuildPlan, progress: Progress, copies: CopyPlan | None = None) -> None:
+    """Build the plan's checkpoint or copy it from a peer, unless it already exists."""
     report: dict[str, Any] = {}
 
     def write(work: Path, result_dir: Path) -> None:
@@ -55,14 +55,13 @@ def build(plan: BuildPlan, progress: Progress, copies: CopyPlan | None = None) -
             # The sources are freed when write() returns: verification needs that memory.
             report.update(job.write())
 
-    is_new = verify.create_checkpoint(plan, f"plan {plan.digest[:12]}", progress, write)
-    if is_new and report and plan.layout == "full":
+    verify.create_checkpoint(plan, f"plan {plan.digest[:12]}", progress, write)
+    if report and plan.layout == "full":
         base_bytes = report["rebuild_fetch_bytes"]["base"]
         note(
             f"{plan.out_dir}: the base can be removed; "
             f"a rebuild would then download {base_bytes} bytes"
         )
-    return is_new
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ _MANIFEST_LIMIT_BYTES = 4 << 20
 _MAX_CANDIDATES = 3  # per required file, because other users may add any number of files
 
 
-def fetch(plan: fetching.FetchPlan, progress: Progress) -> bool:
+def fetch(plan: fetching.FetchPlan, progress: Progress) -> None:
 
     def write(work: Path, result_dir: Path) -> None:
         # Only the last source, the hub, receives the token.
@@ -44,7 +44,7 @@ def fetch(plan: fetching.FetchPlan, progress: Progress) -> bool:
         peers = Peers(plan, client.stop)
         _Download(plan, client, peers, progress, result_dir, work / "parts").run()
 
-    return create_checkpoint(plan, f"{plan.name} at {plan.commit[:12]}", progress, write)
+    create_checkpoint(plan, f"{plan.name} at {plan.commit[:12]}", progress, write)
 
 
 @dataclass(slots=True)
