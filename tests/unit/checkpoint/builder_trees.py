@@ -183,6 +183,21 @@ class Workshop:
         if receipt:
             self.write_receipt()
 
+    def publish_base(self, hub, name, revision):
+        """Move the base to a hub; return its directory and a function that sets the file list."""
+        self.write_base(receipt=False)
+        tree = hub.root / name / "resolve" / BASE_COMMIT
+        tree.parent.mkdir(parents=True)
+        self.base_dir.rename(tree)
+        listing = hub.root / "api/models" / name / "revision" / revision
+        listing.parent.mkdir(parents=True)
+
+        def set_listing(siblings):
+            listing.write_text(json.dumps({"sha": BASE_COMMIT, "siblings": siblings}))
+
+        set_listing([{"rfilename": path.name} for path in tree.iterdir()])
+        return tree, set_listing
+
     def write_receipt(self, *, piece_bytes=PIECE_BYTES):
         document = {
             "schema_version": 1,

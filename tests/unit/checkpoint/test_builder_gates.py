@@ -14,78 +14,40 @@ from builder_judge import (
 )
 from builder_shards import BLOCK, Raw, bf16_tensor, bf16_values, fp8_pair
 from builder_trees import DONOR_SHAPES, SWAP
-from spark_checkpoint import tensor_sets
+from spark_checkpoint import ValidationError, tensor_sets
 
 NAME_SETS = ("base_tensors", "donor_unmatched", "mtp_tensors")
 
 
-@pytest.mark.slow
-def test_error_lists_ten_names_and_counts_the_rest(workshop):
-    plan, names = workshop.plan(), set(workshop.base)
-    unpack_attention(workshop, "self_attn")
-    message = refused(workshop, base_tensors=plan["base_tensors"])
-    assert "missing 24 (4 x model.language_model.layers.{N}.self_attn.o_proj.qweight" in message
-    missing, surplus = sorted(names - workshop.base.keys()), sorted(workshop.base.keys() - names)
-    assert f": {', '.join(missing[:10])}, 14 more, surplus 8" in message
-    assert ", ".join(surplus) in message
+def name_error(missing, surplus=()):
+    with pytest.raises(ValidationError) as refusal:
+        tensor_sets.check_same_names("base", "tensors", set(surplus), set(missing))
+    return str(refusal.value)
 
 
-def unpack_attention(workshop, part="self_attn.q_proj"):
-    for name in [
-        name for name in workshop.base if f".{part}." in name and name.endswith(".qweight")
-    ]:
-        inputs, outputs = workshop.base.pop(name).shape
-        for suffix in ("qzeros", "scales"):
-            workshop.base.pop(name.replace("qweight", suffix))
-        plain = np.ones((outputs, inputs * 8), np.float32)
-        workshop.base[name.replace("qweight", "weight")] = bf16_tensor(plain)
+def test_error_lists_ten_names_and_counts_the_rest():
+    missing = sorted(f"layers.{layer}.q.{part}" for layer in range(12) for part in ("a", "b"))
+    message = name_error(missing, ["layers.0.q.c"])
+    assert "missing 24 (12 x layers.{N}.q.a, 12 x layers.{N}.q.b)" in message
+    assert f": {', '.join(missing[:10])}, 14 more, surplus 1 " in message
+    assert ": layers.0.q.c; fix: " in message
 
 
-def pack(name):
-    def change(workshop):
-        outputs, inputs = workshop.base.pop(f"{name}.weight").shape
-        words = bytes(inputs // 8 * outputs * 4)
-        workshop.base[f"{name}.qweight"] = Raw("I32", (inputs // 8, outputs), words)
-
-    return change
-
-
-def add(name, raw):
-    return lambda workshop: workshop.base.update({name: raw})
-
-
-def add_expert(workshop):
-    for name in [name for name in workshop.base if ".mlp.experts.1." in name]:
-        workshop.base[name.replace(".experts.1.", ".experts.2.")] = workshop.base[name]
-
-
-def add_packed_mtp(workshop):
-    workshop.mtp["mtp.layers.0.self_attn.q_proj.qweight"] = Raw("I32", (8, 8), bytes(256))
-
-
-PACKED = Raw("I32", (8, 8), bytes(256))
 CAUSES = {
-    ".linear_attn.": add("model.language_model.layers.0.linear_attn.in_proj_qkv.qweight", PACKED),
-    ".self_attn.": unpack_attention,
-    ".shared_expert.": pack(f"{MODULE}.up_proj"),
-    ".mlp.experts.": add_expert,
-    "lm_head": pack("lm_head"),
-    ".visual.": add("model.visual.blocks.0.attn.qkv.weight", bf16_tensor(np.ones((8, 8)))),
-    "mtp": add_packed_mtp,
+    ".linear_attn.": "model.language_model.layers.0.linear_attn.in_proj_qkv.qweight",
+    ".self_attn.": "model.language_model.layers.0.self_attn.q_proj.qweight",
+    ".shared_expert.": f"{MODULE}.up_proj.qweight",
+    ".mlp.experts.": "model.language_model.layers.0.mlp.experts.2.up_proj.qweight",
+    "lm_head": "lm_head.qweight",
+    ".visual.": "model.visual.blocks.0.attn.qkv.weight",
+    "mtp": "mtp.layers.0.self_attn.q_proj.qweight",
 }
 
 
-def test_every_likely_cause_of_different_tensor_names_has_a_case():
-    assert {*tensor_sets._CAUSES, "mtp"} == CAUSES.keys()
-
-
-@pytest.mark.parametrize("part", CAUSES)
-def test_error_names_exactly_the_likely_cause(workshop, part):
-    plan = workshop.plan()
-    CAUSES[part](workshop)
-    message = refused(workshop, **{key: plan[key] for key in NAME_SETS})
+@pytest.mark.parametrize("part", [*tensor_sets._CAUSES, "mtp"])
+def test_error_names_exactly_the_likely_cause(part):
     cause = tensor_sets._CAUSES.get(part, tensor_sets._MTP_CAUSE)
-    assert re.search(r", likely ([^;]+); fix: ", message)[1] == cause
+    assert re.search(r", likely ([^;]+); fix: ", name_error([CAUSES[part]]))[1] == cause
 
 
 def rename_norm(workshop):

@@ -110,18 +110,7 @@ def test_reports_a_name_that_the_indexed_shard_lacks(workshop):
 
 @pytest.fixture
 def repository(workshop, hub):
-    workshop.write_base()
-    tree = hub.root / "lab/tiny/resolve" / BASE_COMMIT
-    tree.parent.mkdir(parents=True)
-    workshop.base_dir.rename(tree)
-    api = hub.root / "api/models/lab/tiny/revision"
-    api.mkdir(parents=True)
-
-    def set_listing(siblings):
-        (api / "main").write_text(json.dumps({"sha": BASE_COMMIT, "siblings": siblings}))
-
-    set_listing([{"rfilename": path.name} for path in tree.iterdir()])
-    return tree, set_listing
+    return workshop.publish_base(hub, "lab/tiny", "main")
 
 
 @pytest.mark.parametrize("siblings", [None, ["a"], "a", [{"rfilename": 1}], {}])

@@ -23,16 +23,8 @@ def scene(tmp_path):
 
 
 def publish(workshop, hub):
-    workshop.write_base(receipt=False)
-    base = hub.root / "lab/base/resolve" / BASE_COMMIT
-    base.parent.mkdir(parents=True)
-    workshop.base_dir.rename(base)
     workshop.write_donor(hub.root / "lab/donor/resolve" / DONOR_COMMIT)
-    listing = hub.root / "api/models/lab/base/revision" / BASE_COMMIT
-    listing.parent.mkdir(parents=True)
-    siblings = [{"rfilename": path.name} for path in base.iterdir()]
-    listing.write_text(json.dumps({"sha": BASE_COMMIT, "siblings": siblings}))
-    return base
+    return workshop.publish_base(hub, "lab/base", BASE_COMMIT)[0]
 
 
 def write_plan(workshop, hub, **changes):
