@@ -16,12 +16,10 @@ from builder_judge import (
     unpack_packed,
 )
 from builder_shards import (
-    BLOCK,
     ITEM_BYTES,
     Raw,
     bf16_tensor,
     bf16_values,
-    e4m3_values,
     fp8_pair,
     read_shard,
     write_shard,
@@ -294,10 +292,7 @@ def test_packs_the_head_of_a_hybrid(hybrid):
 
 def test_accepts_hybrid_quantized_with_different_rounding(hybrid):
     weight, scale = f"{MODULE}.up_proj.weight", f"{MODULE}.up_proj.weight_scale_inv"
-    raw = hybrid.base[weight]
-    codes = np.frombuffer(raw.data, np.uint8).reshape(raw.shape)
-    grid = np.repeat(np.repeat(bf16_values(hybrid.base[scale]), BLOCK, 0), BLOCK, 1)
-    values = e4m3_values(codes) * grid[: raw.shape[0], : raw.shape[1]] * 1.003
+    values = donor_values(hybrid.base, f"{MODULE}.up_proj") * 1.003
     hybrid.base[weight], hybrid.base[scale] = fp8_pair(values.astype(np.float32))
     hybrid.build(**hybrid.choices)
 
