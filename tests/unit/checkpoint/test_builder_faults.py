@@ -180,7 +180,7 @@ def test_syncs_a_fetched_checkpoint_before_the_rename(tmp_path, order, source, s
     journal = tmp_path / "journal"
     done = run_tool("fetch", order(look_in=look_in), fault={"journal": str(journal)})
     assert done.returncode == 0
-    assert count_synced(tmp_path / "out", journal) == 7
+    assert count_synced(tmp_path / "out", journal) == 8
 
 
 def test_rejects_overlay_across_filesystems(scene, small_disk):
