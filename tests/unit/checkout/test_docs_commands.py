@@ -44,13 +44,3 @@ def test_spark_deploy_commands_in_docs_exist():
     assert {"init", "up", "rollback", "connect"} <= {line.split()[0] for _, line in SHOWN}
     errors = [(page, line, error_in(line)) for page, line in SHOWN]
     assert [error for error in errors if error[2]] == []
-
-
-def test_deploy_files_named_in_docs_exist():
-    deploys = {
-        (page.name, deploy)
-        for page in PAGES
-        for deploy in re.findall(r"\bdeploys/[a-z_]+\.py", page.read_text("utf-8"))
-    }
-    assert len(deploys) >= 5
-    assert [item for item in deploys if not (CHECKOUT / item[1]).is_file()] == []

@@ -24,11 +24,13 @@ def test_readme_and_speed_page_give_the_same_speed():
     assert speeds.groups() == row.groups()[::-1]
 
 
-def test_files_named_in_architecture_page_exist():
-    page = (CHECKOUT / "docs/architecture.md").read_text("utf-8")
-    contributing = (CHECKOUT / "CONTRIBUTING.md").read_text("utf-8")
+def test_files_of_the_project_named_in_pages_exist():
+    pages = [CHECKOUT / "CONTRIBUTING.md", CHECKOUT / "README.md", *CHECKOUT.glob("docs/**/*.md")]
+    texts = {page: page.read_text("utf-8") for page in pages}
     tops = "catalog|deploys|docs|files|group_vars|lab|proofs|roles|spark_deploy|tests|tools"
-    named = re.findall(rf"`((?:{tops})/[\w./@-]+)`", page + contributing)
+    architecture = texts[CHECKOUT / "docs/architecture.md"] + texts[pages[0]]
+    named = re.findall(rf"`((?:{tops})/[\w./@-]+)`", architecture)
+    named += re.findall(r"\bdeploys/[a-z_]+\.py", "".join(texts.values()))
     assert len(named) > 30
     assert [name for name in named if not (CHECKOUT / name).exists()] == []
 

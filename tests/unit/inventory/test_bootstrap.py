@@ -10,7 +10,7 @@ from pyinfra.api.inventory import Inventory
 from pyinfra.connectors.sshuserclient.client import get_ssh_config
 
 from spark_deploy.config.errors import SettingsError
-from spark_deploy.hosts.access import explain_sudo_error, sudoers
+from spark_deploy.hosts.access import explain_sudo_error
 from spark_deploy.inventory import bootstrap, groups, host_keys, login
 from spark_deploy.inventory.host_keys import Endpoint, HostKey
 from spark_deploy.inventory.login import (
@@ -281,11 +281,6 @@ def test_public_key_is_read_from_file_ssh_config_or_agent(tmp_path, monkeypatch)
     (tmp_path / "config").write_text("Host 10.0.0.1\n  IdentityFile ~/work\n")
     get_ssh_config.cache.clear()
     assert find_public_key(spark) == "ssh-ed25519 AAAA work"
-
-
-def test_sudo_rule_is_one_line_for_one_user():
-    rules = [line for line in sudoers("ann").splitlines() if not line.startswith("#")]
-    assert rules == ["ann ALL=(ALL:ALL) NOPASSWD: ALL"]
 
 
 @pytest.mark.parametrize(

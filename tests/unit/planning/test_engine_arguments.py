@@ -109,12 +109,6 @@ def test_rejects_option_that_is_not_a_mapping(option):
     assert error.value.problems[0].where == f"engine option {option}"
 
 
-def test_option_in_settings_replaces_the_profile_option():
-    arguments = argv(options={"load_format": "safetensors"})
-    assert arguments.count("--load-format") == 1
-    assert value_of(arguments, "--load-format") == "safetensors"
-
-
 @pytest.mark.parametrize(
     ("options", "added"),
     [

@@ -121,17 +121,16 @@ def test_reserve_and_allowed_containers_lower_memory_fraction():
     assert memory_of(**{"memory.reserve_gib": 1.5}).floor_bytes == 0.75 * GIB
 
 
+def test_vision_tower_reduces_cache():
+    off, on = memory_of(), memory_of(**{"engine.vision": True})
+    assert on.weights_bytes - off.weights_bytes == on.vision_bytes == 900_000_000
+    assert off.kv_cache_bytes - on.kv_cache_bytes == 900_000_000
+
+
 def test_fixed_cache_size_determines_memory_fraction():
     plan = memory_of(**{"engine.kv_cache_gib": 10})
     assert (plan.kv_cache_bytes, plan.memory_fraction) == (10 * GIB, 0.67)
     assert plan.memory_fraction * plan.total_bytes >= plan.weights_bytes + plan.kv_cache_bytes
-
-
-def test_vision_tower_reduces_cache():
-    off, on = memory_of(), memory_of(**{"engine.vision": True})
-    assert (off.vision_bytes, on.vision_bytes) == (0, 900_000_000)
-    assert on.weights_bytes - off.weights_bytes == 900_000_000
-    assert off.kv_cache_bytes - on.kv_cache_bytes == 900_000_000
 
 
 @pytest.mark.parametrize(

@@ -153,12 +153,6 @@ def test_valid_settings_have_no_problems_without_a_lock():
     assert plan_problems(settings, catalog_of(MODEL)) == []
 
 
-def test_check_uses_default_questions():
-    check = make_plan().release.check
-    assert len(check.plain_questions) == 3
-    assert not check.tool_call
-
-
 COUNTED = MeasuredCache(
     kv_cache="auto", context_tokens=131072, token_bytes=10_000, by="spark-1, main-abc, engine 1"
 )

@@ -16,7 +16,6 @@ from spark_deploy.plan.speed import (
     TOLERANCE,
     best_speedup,
     compute_speed,
-    expected_experts,
     first_token_s,
     next_turn_s,
 )
@@ -47,15 +46,6 @@ def test_head_efficiencies_match_result_file():
     kernels = {"keep": ("bf16", 2), "int8-g128": ("marlin", 1), "int8-triton": ("own", 1)}
     for head, (kernel, width) in kernels.items():
         assert HEADS[head] == pytest.approx(width * floor_us / shape["us"][kernel]["1"], abs=0.03)
-
-
-def test_more_tokens_touch_more_experts_up_to_all():
-    shape = LARGE.architecture
-    counts = [expected_experts(shape, tokens) for tokens in (1, 2, 3, 10, 1000)]
-    assert counts[0] == pytest.approx(shape.experts_per_token)
-    assert counts == sorted(counts)
-    assert counts[1] < 2 * counts[0]
-    assert counts[-1] <= shape.experts
 
 
 def test_long_contexts_cost_less_with_smaller_cache():
