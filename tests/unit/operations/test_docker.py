@@ -9,7 +9,7 @@ from spark_contract import tool
 from spark_deploy.hosts import docker, docker_facts, gpu
 from spark_deploy.hosts.commands import CommandError
 from spark_deploy.hosts.operations import HostError
-from tests.unit.facts.test_facts import CAPTURES, lines_of, output_of
+from tests.unit.facts.test_facts import lines_of, output_of
 from tests.unit.operations.fake_host import Failed, local_shell, sections_of
 from tests.unit.shell import install_stub
 
@@ -21,14 +21,6 @@ json_values = st.recursive(
     max_leaves=8,
 )
 json_objects = st.dictionaries(st.text(max_size=5), json_values, max_size=4)
-
-
-def test_docker_role_registers_the_nvidia_runtime_unless_daemon_json_has_it():
-    capture = CAPTURES / "docker-daemon-json--nvidia-default--01.txt"
-    present = docker.parse_daemon_json(capture.read_text())
-    assert docker.merge_with_runtime(present, {}) == present
-    empty = docker.parse_daemon_json(" \n")
-    assert docker.merge_with_runtime(empty, {})["runtimes"] == {"nvidia": docker.NVIDIA_RUNTIME}
 
 
 def test_daemon_json_merge_appends_to_lists_and_merges_objects():

@@ -39,12 +39,6 @@ def test_release_digest_depends_on_how_engine_runs(change, same):
     assert changed.sources[0].digest == base.sources[0].digest
 
 
-def test_configured_names_are_independent_of_model_and_profile():
-    names = {"serve.names": ["assistant", "qwen"]}
-    for model, profile in (("large", "v2"), ("small", "base")):
-        assert plan_of(model, profile, **names).release.names == ("assistant", "qwen")
-
-
 def test_release_contains_no_secret_reference():
     text = to_json(
         plan_of(**{"serve.api_key": {"env": "KEY"}, "hub.token": {"env": "TOK"}}).release
