@@ -13,9 +13,9 @@ import click
 from pyinfra.api.host import Host
 from rich.console import Console
 from spark_contract import tool
-from spark_contract.errors import Problem
 from spark_contract.release import parse_service
 from spark_contract.status import Rollback
+from spark_contract.tool import Problem
 from spark_contract.units import MAIN_SERVICE
 
 from spark_deploy.cli.console import (

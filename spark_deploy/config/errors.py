@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from pyinfra.api.exceptions import PyinfraError
-from spark_contract.errors import Problem as Problem
+from spark_contract.tool import Problem as Problem
 
 _Error = TypeVar("_Error", bound="SparkError")
 

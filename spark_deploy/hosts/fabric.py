@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import gevent
 from pyinfra import host, state
 from pyinfra.api import FunctionCommand, Host, State, StringCommand
-from spark_contract import documents, fabric
-from spark_contract.errors import parse_problem
-from spark_contract.tool import FABRIC, FABRIC_SPEED, HOST_TOOL, command_line
+from spark_contract import documents, status
+from spark_contract.tool import FABRIC, FABRIC_SPEED, HOST_TOOL, command_line, parse_problem
 
 from spark_deploy.config.errors import Problem
 from spark_deploy.config.settings.types import Settings
@@ -103,17 +102,17 @@ def set_up_ports(settings: Settings, check: FunctionCommand | None) -> operation
     netplan, ports = read_fact(NetplanFiles), read_fact(Fabric, _sudo=False)
     if netplan.in_trial:
         message = "another trial is running"
-        operations.fail(f"{host.name}: {fabric.NETPLAN_TRIAL}", message, fabric.RETRY_FIX)
+        operations.fail(f"{host.name}: {status.NETPLAN_TRIAL}", message, status.RETRY_FIX)
     present = existing_addresses(host.name, settings, ports)
     if present and not netplan.managed_file:
         host.noop(f"keeping the existing network: {present}")
         return
     plan = fabric_plan(host.name, settings, ports)
     if netplan.managed_file == plan.netplan and present:
-        host.noop(f"{fabric.NETPLAN_FILE} is in effect: {present}")
+        host.noop(f"{status.NETPLAN_FILE} is in effect: {present}")
         return
     _check_ports_free(plan, netplan)
-    log_once(f"trying this {fabric.NETPLAN_FILE} for {plan.confirm_s} s:\n{plan.netplan}")
+    log_once(f"trying this {status.NETPLAN_FILE} for {plan.confirm_s} s:\n{plan.netplan}")
     yield StringCommand(HOST_TOOL, FABRIC, "try", _stdin=documents.to_json(plan))
     fix = f"wait {plan.confirm_s} s, until the host has restored the previous network settings"
     yield FunctionCommand(_run_step, ["settled", fix], {})
@@ -132,13 +131,13 @@ def restore_network() -> operations.Commands:
     )
 
 
-def _check_ports_free(plan: fabric.FabricPlan, netplan: Netplan) -> None:
+def _check_ports_free(plan: status.FabricPlan, netplan: Netplan) -> None:
     if not netplan.installed:
         fix = "configure the addresses by hand; only netplan is supported"
         operations.fail(host.name, "netplan is not installed", fix)
     if netplan.managed_file and netplan.managed_file != plan.netplan:
         fix = "run `spark-deploy fabric --restore` while no cluster is serving, then run again"
-        operations.fail(f"{host.name}: {fabric.NETPLAN_FILE}", "has different addresses", fix)
+        operations.fail(f"{host.name}: {status.NETPLAN_FILE}", "has different addresses", fix)
     problems = []
     for port in plan.ports:
         where = f"{host.name}: {port.interface}"
@@ -214,8 +213,8 @@ def _warn_or_fail(findings: Findings) -> None:
         raise operations.HostError(*findings.problems)
 
 
-def _measure_tcp(link: FabricLink) -> fabric.SpeedResult:
-    request = fabric.SpeedRequest(
+def _measure_tcp(link: FabricLink) -> status.SpeedResult:
+    request = status.SpeedRequest(
         interface=link.interface,
         address=link.address,
         port=secrets.choice(_PORTS),
@@ -233,7 +232,7 @@ def _measure_tcp(link: FabricLink) -> fabric.SpeedResult:
     ]
     if problems:
         raise operations.HostError(*problems)
-    return documents.parse(fabric.SpeedResult, sender.stdout)
+    return documents.parse(status.SpeedResult, sender.stdout)
 
 
 def _measure_rdma(link: FabricLink) -> float | None:
@@ -279,7 +278,7 @@ _MIN_GBIT_PER_S = 10.0
 _DOUBTFUL_GBIT_PER_S = 25.0  # of 200: a degraded ConnectX-7 port is reported to carry 13
 
 
-def describe_speed(link: FabricLink, speed: fabric.SpeedResult) -> str:
+def describe_speed(link: FabricLink, speed: status.SpeedResult) -> str:
     nominal = (
         f"{link.speed_mbit_per_s / 1000:g} Gb/s" if link.speed_mbit_per_s else "of unknown speed"
     )
@@ -290,7 +289,7 @@ def describe_speed(link: FabricLink, speed: fabric.SpeedResult) -> str:
 
 
 def check_speed(
-    host: str, link: FabricLink, speed: fabric.SpeedResult, rdma_gbit_per_s: float | None = None
+    host: str, link: FabricLink, speed: status.SpeedResult, rdma_gbit_per_s: float | None = None
 ) -> Findings:
     """Judge a link by its measured speed over TCP, and over RDMA if that was measured."""
     where, tcp_gbit_per_s = f"{host}: {link.interface}", _gbit_per_s(speed)
@@ -314,5 +313,5 @@ def check_speed(
     return Findings(())
 
 
-def _gbit_per_s(speed: fabric.SpeedResult) -> float:
+def _gbit_per_s(speed: status.SpeedResult) -> float:
     return speed.arrived_bytes * 8 / 1e9 / max(speed.took_s, 1e-6)

@@ -16,10 +16,10 @@ from pyinfra import host
 from pyinfra.api import Host, State
 from spark_contract import tool
 from spark_contract.documents import to_json
-from spark_contract.errors import parse_problem
 from spark_contract.machine import DRIVER_MODULE, module_version
 from spark_contract.paths import GPU_RECEIPT
 from spark_contract.records import GpuProof
+from spark_contract.tool import parse_problem
 
 from spark_deploy.config.errors import Problem
 from spark_deploy.hosts import facts

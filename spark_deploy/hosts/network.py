@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from spark_contract.fabric import NETPLAN_FILE, NETPLAN_TRIAL, RESTORE_UNIT
+from spark_contract.status import NETPLAN_FILE, NETPLAN_TRIAL, RESTORE_UNIT
 
 from spark_deploy.hosts.facts import HostFact, build_script, parse_sections
 from spark_deploy.plan.types import Port, Ports

@@ -9,12 +9,12 @@ from typing import TypeVar
 
 from spark_contract import status, tool
 from spark_contract.documents import DocumentError, parse, read
-from spark_contract.errors import Problem, parse_problem
 from spark_contract.job import JobState
 from spark_contract.paths import engine_dir
 from spark_contract.records import Stopped
 from spark_contract.release import Release
 from spark_contract.status import Pruning, Rollback
+from spark_contract.tool import Problem, parse_problem
 from spark_contract.units import BOOT_LINKS, PREPARE, SHARE_UNIT, drop_in_dir
 
 from spark_deploy.hosts.facts import HostFact, split_sections

@@ -6,11 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from spark_contract import machine, unit_files
-from spark_contract.errors import Problem
+from spark_contract import machine, units
 from spark_contract.paths import DAILY, RELEASES_DIR, Paths
 from spark_contract.records import DailyReport, Stopped
-from spark_contract.tool import LAB_STUB_SUFFIX
+from spark_contract.tool import LAB_STUB_SUFFIX, Problem
 from spark_contract.units import MAIN_SERVICE, SERVE
 
 from spark_deploy.hosts import disk, docker_facts, facts, gpu, network
@@ -190,7 +189,7 @@ echo '== stubs'
 dpkg-query -W -f '${{db:Status-Abbrev}} ${{Package}} ${{Version}}\n' | grep -F {LAB_STUB_SUFFIX}
 echo '== daily'; head -c 65536 {DAILY} 2>/dev/null; echo
 echo '== tailscale'; tailscale ip -4 2>&1 | head -n 1
-echo '== unit-files'; {unit_files.list_command()}
+echo '== unit-files'; {units.list_unit_files_command()}
 """
 
 
@@ -308,6 +307,6 @@ class HostSurvey(facts.HostFact[Survey]):
                 for name, text in zip(stopped[::2], stopped[1::2], strict=False)
             },
             engine_bytes={unit: int(planned) for unit, _, planned in engines if planned.isdigit()},
-            unit_overrides=unit_files.find_overrides(sections["unit-files"]),
+            unit_overrides=units.find_unit_overrides(sections["unit-files"]),
             read_only=tuple(sections["read-only"]) if sudo[0] != "no" else (),
         )

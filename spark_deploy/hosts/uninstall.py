@@ -8,9 +8,9 @@ from pyinfra import host
 from pyinfra.api import FactProcessError, FunctionCommand, Host, State, StringCommand
 from spark_contract import paths, tool
 from spark_contract.documents import DocumentError, parse, to_plain
-from spark_contract.errors import parse_problem
 from spark_contract.job import CHECKPOINT_JOB, FETCH_JOB, ImageProof, Job, ReceiptProof
 from spark_contract.status import Footprint, KeepList, ManagedItem, Pruning, UninstallManifest
+from spark_contract.tool import parse_problem
 from spark_contract.units import DAILY_STAMP
 
 from spark_deploy.config.errors import Problem

@@ -26,7 +26,7 @@ from spark_contract.builder_api import (
     SourceCounts,
 )
 from spark_contract.documents import DocumentError, shorten, to_json, to_plain
-from spark_contract.errors import parse_problem
+from spark_contract.tool import parse_problem
 
 from spark_deploy.config.catalog.architecture import Anatomy, CacheLayers
 from spark_deploy.config.checkout import CHECKOUT

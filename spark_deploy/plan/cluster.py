@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from spark_contract.fabric import NETPLAN_FILE, FabricPlan, FabricPort
 from spark_contract.release import Cluster, Member, Release
+from spark_contract.status import NETPLAN_FILE, FabricPlan, FabricPort
 
 from spark_deploy.config.documents import digest_of
 from spark_deploy.config.errors import PlanError, Problem

@@ -5,7 +5,7 @@ import time
 
 import pytest
 from spark_contract.documents import to_json
-from spark_contract.fabric import FabricPlan, FabricPort
+from spark_contract.status import FabricPlan, FabricPort
 
 from spark_deploy.plan.cluster import render_netplan
 from tests.labkit import Site, guest_named, lab

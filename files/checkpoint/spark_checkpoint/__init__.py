@@ -3,7 +3,7 @@
 Third-party packages: urllib3 for downloads, numpy for builds.
 """
 
-from spark_contract.errors import HostToolError
+from spark_contract.tool import HostToolError
 
 TOOL_VERSION = "0.1.0"
 

@@ -21,8 +21,8 @@ from spark_contract.builder_api import (
     RequantizePlan,
 )
 from spark_contract.documents import to_plain
-from spark_contract.errors import ERROR, HostToolError
 from spark_contract.fetching import CopyPlan, FetchPlan, LayersPlan, TransferOptions
+from spark_contract.tool import ERROR, HostToolError
 
 from spark_checkpoint import TOOL_VERSION, InputError, TransferError
 from spark_checkpoint.progress import Progress, printable

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from spark_contract import documents, receipts
 from spark_contract.builder_api import BuildPlan, RequantizePlan
-from spark_contract.errors import HostToolError
 from spark_contract.fetching import FetchPlan, partial_dir, partial_tree
 from spark_contract.files import sync_directory
 from spark_contract.paths import RECEIPT_NAME
+from spark_contract.tool import HostToolError
 
 from spark_checkpoint import InputError, ReceiptMismatchError, ValidationError, storage
 from spark_checkpoint.directory import list_files, read_index

@@ -20,8 +20,8 @@ from spark_contract.documents import (
     check_plain_directory,
     check_range,
 )
-from spark_contract.errors import HostToolError
 from spark_contract.fetching import FetchPlan, TransferOptions
+from spark_contract.tool import HostToolError
 from spark_contract.units import COMMIT, SHA256
 
 NAME_LIMIT = 2_000_000

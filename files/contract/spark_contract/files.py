@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from spark_contract import documents
-from spark_contract.errors import HostToolError
+from spark_contract.tool import HostToolError
 
 _T = TypeVar("_T")
 

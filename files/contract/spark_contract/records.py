@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from spark_contract.documents import OPTIONAL, json_key
-from spark_contract.errors import Problem
+from spark_contract.tool import Problem
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Final, Literal
 
 from spark_contract import units
 from spark_contract.documents import OPTIONAL
-from spark_contract.errors import HostToolError
+from spark_contract.tool import HostToolError
 
 
 @dataclass(frozen=True, slots=True)

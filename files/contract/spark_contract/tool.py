@@ -1,8 +1,9 @@
-"""Commands and output prefixes of the host tool."""
+"""Commands, output prefixes and errors of the host tools."""
 
 from __future__ import annotations
 
 import shlex
+from dataclasses import dataclass
 
 from spark_contract.paths import CURRENT_TOOLS, SYSUSERS
 
@@ -51,3 +52,39 @@ LIMIT = "limit_s="
 # FlashAttention 2 and Marlin contain only PTX, which ptxas compiles in 3 to 5 minutes on one core.
 COMPILING = "compiling kernels for this GPU at the first start: 3 to 5 minutes"
 LAB_STUB_SUFFIX = "+labstub"  # in versions of lab stubs
+ERROR = "error: "  # prefix of the last line of a failed tool
+_FIX = "; fix: "
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    where: str
+    what: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}\n  fix: {self.fix}"
+
+    @property
+    def line(self) -> str:
+        """The message that host tools print after ``ERROR``."""
+        return f"{self.where}: {self.what}{_FIX}{self.fix}"
+
+
+def parse_problem(line: str) -> Problem | None:
+    if not line.startswith(ERROR):
+        return None
+    text, _, fix = line.removeprefix(ERROR).partition(_FIX)
+    where, _, what = text.partition(": ")
+    return Problem(where, what, fix or "see the messages above, then run it again")
+
+
+class HostToolError(Exception):
+    """Ends a host tool, which prints a single line instead of a traceback."""
+
+    def __init__(self, where: str, what: str, fix: str, exit_code: int = 1):
+        self.where = where
+        self.what = what
+        self.fix = fix
+        self.exit_code = exit_code
+        super().__init__(Problem(where, what, fix).line)

@@ -11,8 +11,8 @@ from typing import Any
 
 from spark_contract import tool
 from spark_contract.documents import DocumentError
-from spark_contract.errors import ERROR, HostToolError, Problem
 from spark_contract.paths import Paths
+from spark_contract.tool import ERROR, HostToolError, Problem
 
 from spark_host.system.host import Host, default_paths
 from spark_host.system.programs import print_json

@@ -8,11 +8,11 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-from spark_contract.errors import HostToolError
 from spark_contract.paths import Paths
 from spark_contract.records import Rollout
 from spark_contract.release import Release
 from spark_contract.status import EngineEvidence, Evidence
+from spark_contract.tool import HostToolError
 
 from spark_host.check.runner import read_log
 from spark_host.engine import logs

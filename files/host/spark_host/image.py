@@ -26,10 +26,9 @@ from urllib.parse import urlencode
 
 from spark_contract import fetching, files
 from spark_contract.builder_api import BUILDER, LAYERS
-from spark_contract.errors import HostToolError
 from spark_contract.job import Progress
 from spark_contract.paths import Paths
-from spark_contract.tool import LAYERS_OPTION
+from spark_contract.tool import LAYERS_OPTION, HostToolError
 
 from spark_host.gateway import nginx
 from spark_host.system import docker

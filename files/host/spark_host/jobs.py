@@ -18,7 +18,6 @@ from pathlib import Path
 
 from spark_contract import files, receipts, units
 from spark_contract.documents import to_plain
-from spark_contract.errors import ERROR, HostToolError, Problem
 from spark_contract.job import (
     CHECKPOINT_JOB,
     AbsenceProof,
@@ -31,7 +30,7 @@ from spark_contract.job import (
     parse_progress,
 )
 from spark_contract.paths import JOBS_DIR, Paths, hub_token_file
-from spark_contract.tool import PHASE
+from spark_contract.tool import ERROR, PHASE, HostToolError, Problem
 
 from spark_host.engine.memory import GIB, meminfo
 from spark_host.system import docker, systemd

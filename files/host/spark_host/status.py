@@ -7,8 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from spark_contract import unit_files
-from spark_contract.errors import HostToolError
 from spark_contract.paths import Paths
 from spark_contract.records import DailyReport, Stopped
 from spark_contract.release import Release
@@ -21,7 +19,15 @@ from spark_contract.status import (
     Service,
     Status,
 )
-from spark_contract.units import GATEWAY, MAIN_SERVICE, SERVE, SWITCH
+from spark_contract.tool import HostToolError
+from spark_contract.units import (
+    GATEWAY,
+    MAIN_SERVICE,
+    SERVE,
+    SWITCH,
+    find_unit_overrides,
+    list_unit_files_command,
+)
 
 from spark_host import jobs
 from spark_host.check import checks, speed
@@ -77,8 +83,8 @@ def main(args: list[str], paths: Paths) -> Status:
 
 def unit_overrides(paths: Paths) -> tuple[str, ...]:
     root = str(paths.root).rstrip("/")
-    lines = read_output_patiently("sh", "-c", unit_files.list_command(root)) or ""
-    return unit_files.find_overrides(lines.splitlines(), root)
+    lines = read_output_patiently("sh", "-c", list_unit_files_command(root)) or ""
+    return find_unit_overrides(lines.splitlines(), root)
 
 
 def _active_state(unit: str, units: _Units) -> str:

@@ -5,7 +5,7 @@ from spark_checkpoint.__main__ import read_build_plan
 from spark_contract import documents
 from spark_contract.builder_api import BuildPlan, expand_all
 from spark_contract.documents import DocumentError
-from spark_contract.errors import HostToolError
+from spark_contract.tool import HostToolError
 
 # Published counts: base outside mtp.*, MTP, swapped modules, unmatched donor names.
 COUNTS = {

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 from spark_contract import units
 from spark_contract.documents import parse, to_json
-from spark_contract.errors import ERROR, HostToolError, parse_problem
 from spark_contract.job import Progress, parse_progress
 from spark_contract.paths import ENGINE_SOCKET, Paths
 from spark_contract.status import KeepList
-from spark_contract.tool import HOST_TOOL
+from spark_contract.tool import ERROR, HOST_TOOL, HostToolError, parse_problem
 from spark_contract.units import mount_unit
 from spark_host import jobs
 from spark_host.system import host as system

@@ -11,9 +11,9 @@ from typing import Any
 
 from gateway_client import CHAT, GatewayClient, running_gateway
 from spark_contract.documents import to_json
-from spark_contract.errors import HostToolError
 from spark_contract.records import KnownGoodReleases
 from spark_contract.release import Release
+from spark_contract.tool import HostToolError
 from spark_contract.units import SERVE
 from spark_host.gateway import traffic
 from spark_host.on_request import relay

@@ -9,10 +9,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from spark_contract.errors import HostToolError
 from spark_contract.paths import Paths
 from spark_contract.records import Proof
 from spark_contract.release import Release
+from spark_contract.tool import HostToolError
 from spark_contract.units import GATEWAY, SERVE, SWITCH
 from spark_host.engine.client import EngineTimeoutError
 from spark_host.rollout import steps

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from json_server import json_server
-from spark_contract.errors import HostToolError
+from spark_contract.tool import HostToolError
 from spark_host.check import compare, runner
 from spark_host.system import systemd
 

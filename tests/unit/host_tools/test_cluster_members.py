@@ -7,9 +7,9 @@ import pytest
 from cluster_release import HEAD, PORT, WORKER, cluster_release, in_hex, write_tables
 from engine_checks import failed
 from spark_contract.documents import read
-from spark_contract.errors import HostToolError
 from spark_contract.paths import Paths
 from spark_contract.release import Cluster, Release
+from spark_contract.tool import HostToolError
 from spark_host.check import runner
 from spark_host.engine import container
 from spark_host.system import cluster, docker

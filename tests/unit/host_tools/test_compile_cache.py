@@ -5,9 +5,9 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from spark_contract.errors import HostToolError
 from spark_contract.records import CompileCache, Finding, Proof
 from spark_contract.release import READY, parse_service
+from spark_contract.tool import HostToolError
 from spark_host.engine import compile_cache
 from spark_host.records import boot, versions
 from spark_host.system import folders

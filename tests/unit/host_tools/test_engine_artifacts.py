@@ -4,8 +4,8 @@ import os
 import pwd
 
 import pytest
-from spark_contract.errors import HostToolError
 from spark_contract.job import ReceiptProof
+from spark_contract.tool import HostToolError
 from spark_host import jobs
 from spark_host.engine import container, serve
 from stub_host import REPOSITORY

@@ -4,8 +4,8 @@ import subprocess
 import sys
 
 import pytest
-from spark_contract.errors import HostToolError
 from spark_contract.paths import Paths
+from spark_contract.tool import HostToolError
 from spark_host.engine import container, serve
 from spark_host.records import versions
 from spark_host.system import docker

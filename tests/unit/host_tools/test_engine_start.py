@@ -11,9 +11,9 @@ import pytest
 from json_server import json_server
 from spark_contract import files
 from spark_contract.documents import read
-from spark_contract.errors import HostToolError
 from spark_contract.paths import Paths
 from spark_contract.release import Release
+from spark_contract.tool import HostToolError
 from spark_host.engine import container, memory, serve
 from spark_host.engine.memory import GIB
 from spark_host.gateway import gateway, traffic

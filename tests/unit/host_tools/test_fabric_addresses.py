@@ -4,8 +4,8 @@ import shutil
 
 import pytest
 from spark_contract.documents import to_json
-from spark_contract.errors import HostToolError
-from spark_contract.fabric import NETPLAN_FILE, NETPLAN_TRIAL, FabricPlan, FabricPort
+from spark_contract.status import NETPLAN_FILE, NETPLAN_TRIAL, FabricPlan, FabricPort
+from spark_contract.tool import HostToolError
 from spark_host.system import fabric_addresses as fabric
 from stub_host import Paths
 

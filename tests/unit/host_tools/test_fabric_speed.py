@@ -10,8 +10,8 @@ from contextlib import contextmanager, suppress
 import pytest
 from gateway_client import free_port
 from spark_contract.documents import to_json
-from spark_contract.errors import HostToolError
-from spark_contract.fabric import SpeedRequest
+from spark_contract.status import SpeedRequest
+from spark_contract.tool import HostToolError
 from spark_host.system import fabric_speed as speed
 from stub_host import Paths
 

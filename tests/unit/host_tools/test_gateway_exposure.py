@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 from gateway_client import CHAT, OWN_KEY, QUESTION
-from spark_contract.errors import HostToolError
+from spark_contract.tool import HostToolError
 from spark_host.gateway import gateway, listeners
 
 

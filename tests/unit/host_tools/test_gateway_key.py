@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from gateway_client import CHAT, OWN_KEY, QUESTION, running_gateway
-from spark_contract.errors import HostToolError
+from spark_contract.tool import HostToolError
 from spark_host.gateway import gateway, traffic
 from stub_host import REPOSITORY
 

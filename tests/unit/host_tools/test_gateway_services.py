@@ -15,7 +15,7 @@ from gateway_client import (
 )
 from recording_engine import recording
 from spark_contract import files
-from spark_contract.errors import HostToolError
+from spark_contract.tool import HostToolError
 from spark_host.gateway import nginx, traffic
 
 from tests.nginx import MODULE

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from spark_contract.errors import HostToolError
+from spark_contract.tool import HostToolError
 from spark_host import status
 from spark_host.engine import container, serve
 from spark_host.engine.client import Engine, EngineError

@@ -5,8 +5,8 @@ import time
 
 import pytest
 from docker_daemon import listening
-from spark_contract.errors import HostToolError
 from spark_contract.job import parse_progress
+from spark_contract.tool import HostToolError
 from spark_host import image
 from spark_host.image import PullProgress
 from spark_host.system import docker

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from gateway_client import free_port, read_exec_command
 from spark_contract.documents import to_json
-from spark_contract.errors import HostToolError
 from spark_contract.fetching import SHARE_SETTINGS, Share, SharedTree, partial_tree
+from spark_contract.tool import HostToolError
 from spark_host.gateway import nginx
 
 FETCHED, BUILT = "a" * 64, "b" * 64

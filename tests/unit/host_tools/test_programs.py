@@ -3,7 +3,7 @@ import subprocess
 import time
 
 import pytest
-from spark_contract.errors import HostToolError
+from spark_contract.tool import HostToolError
 from spark_host.system import programs, systemd
 
 from tests.unit.shell import install_stub

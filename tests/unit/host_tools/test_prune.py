@@ -7,7 +7,7 @@ import pytest
 from prune_machine import BASE, RUN, A, B, C, D, add_generations, names, write_json
 from spark_contract import files
 from spark_contract.documents import DocumentError
-from spark_contract.errors import HostToolError
+from spark_contract.tool import HostToolError
 from spark_host.cleanup import prune
 from spark_host.records import boot
 from spark_host.rollout import steps

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from simulated_host import A, B, SimulatedHost
 from simulated_ports import Engines, release_of
-from spark_contract.errors import HostToolError
 from spark_contract.records import KnownGoodReleases
 from spark_contract.release import Bench
+from spark_contract.tool import HostToolError
 from spark_contract.units import SERVE
 from spark_host.engine.client import EngineTimeoutError
 from spark_host.records import boot, proof

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from simulated_host import A, B, SimulatedHost
-from spark_contract.errors import HostToolError
+from spark_contract.tool import HostToolError
 from spark_host.records import boot
 
 FAULTS = ("kill before", "kill after", "cut before", "cut after", "reboot", "fail", "late", "hang",

@@ -5,9 +5,9 @@ import pytest
 from simulated_host import A, B, SimulatedHost
 from simulated_ports import release_of
 from spark_contract import documents
-from spark_contract.errors import HostToolError
 from spark_contract.records import Rollout, Stopped
 from spark_contract.status import NamedRelease, Rollback, RunningRollout, StartedRollout
+from spark_contract.tool import HostToolError
 from spark_contract.units import SCHEDULED_START_TIMER, SWITCH
 from spark_host.records import boot
 from spark_host.rollout import record, rollout

@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 from prune_machine import add_generations
-from spark_contract.fabric import NETPLAN_FILE, REMOVED_NETPLAN
 from spark_contract.paths import Paths, backup_path
 from spark_contract.records import GpuProof
-from spark_contract.status import Baseline, Footprint, ManagedItem
+from spark_contract.status import NETPLAN_FILE, REMOVED_NETPLAN, Baseline, Footprint, ManagedItem
 from spark_host.cleanup import baseline, uninstall
 from spark_host.cleanup.uninstall import UnmanagedContainers
 from spark_host.system import docker, systemd

@@ -2,8 +2,8 @@ import json
 from dataclasses import replace
 
 import pytest
-from spark_contract.errors import ERROR
-from spark_contract.fabric import SpeedResult
+from spark_contract.status import SpeedResult
+from spark_contract.tool import ERROR
 
 from spark_deploy.hosts import fabric
 from spark_deploy.hosts.fabric import check_links, check_speed, find_cluster_problems

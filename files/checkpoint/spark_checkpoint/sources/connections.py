@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote, urlencode
 from weakref import WeakKeyDictionary
 
-from spark_contract.errors import HostToolError
 from spark_contract.fetching import TransferOptions, parse_challenge
+from spark_contract.tool import HostToolError
 from urllib3 import BaseHTTPResponse, PoolManager, ProxyManager
 from urllib3.connection import HTTPConnection, HTTPSConnection, port_by_scheme
 from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool

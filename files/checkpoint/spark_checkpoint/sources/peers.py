@@ -14,9 +14,9 @@ from urllib.parse import quote
 from spark_contract import job, receipts
 from spark_contract.builder_api import BuildPlan, RequantizePlan
 from spark_contract.documents import DocumentError
-from spark_contract.errors import HostToolError
 from spark_contract.fetching import CopyPlan, FetchFile, FetchPlan, TransferOptions, tree_url
 from spark_contract.paths import RECEIPT_NAME
+from spark_contract.tool import HostToolError
 
 from spark_checkpoint import BuilderError, TransferError, ValidationError
 from spark_checkpoint.progress import Progress, note

@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 
 from spark_contract import files
 from spark_contract.documents import to_json, to_plain
-from spark_contract.errors import HostToolError
 from spark_contract.release import CHAT, Release
+from spark_contract.tool import HostToolError
 
 from spark_host.check.probe import CheckError, Probe, quote, user_message
 from spark_host.engine.client import Engine, EngineError

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from spark_contract import documents
-from spark_contract.errors import HostToolError
 from spark_contract.paths import Paths
 from spark_contract.records import CacheCount, Finding, Proof
 from spark_contract.release import MEMORY, READY, Release
-from spark_contract.tool import LAB_STUB_SUFFIX, LIMIT, PHASE, WAITED
+from spark_contract.tool import LAB_STUB_SUFFIX, LIMIT, PHASE, WAITED, HostToolError
 
 from spark_host.check import compare
 from spark_host.check import speed as speed_check

@@ -13,12 +13,12 @@ from pathlib import Path
 
 from spark_contract import files, receipts, units
 from spark_contract.documents import parse
-from spark_contract.errors import HostToolError
 from spark_contract.job import Job
 from spark_contract.paths import Paths
 from spark_contract.records import Stopped
 from spark_contract.release import parse_service
 from spark_contract.status import KeepList, Prunable, Pruning
+from spark_contract.tool import HostToolError
 
 from spark_host.cleanup import resources
 from spark_host.cleanup.resources import Folder, Image

@@ -11,9 +11,9 @@ from pathlib import Path
 from urllib.parse import quote
 
 from spark_contract import files, receipts
-from spark_contract.errors import HostToolError
 from spark_contract.job import IMAGE_PULL_JOB, ImageProof, Job, JobRun, ReceiptProof
 from spark_contract.paths import Paths
+from spark_contract.tool import HostToolError
 from spark_contract.units import CACHE_NAME, DIGEST12, DIGEST_LABEL, IMAGE_NAME, TREE_NAME
 
 from spark_host import jobs

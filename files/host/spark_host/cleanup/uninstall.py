@@ -14,8 +14,6 @@ from pathlib import Path
 
 from spark_contract import files, units
 from spark_contract.documents import parse
-from spark_contract.errors import HostToolError
-from spark_contract.fabric import NETPLAN_FILE
 from spark_contract.fetching import SHARE_KEY, SHARE_SETTINGS
 from spark_contract.paths import (
     API_KEY,
@@ -26,8 +24,8 @@ from spark_contract.paths import (
     Paths,
 )
 from spark_contract.records import GpuProof
-from spark_contract.status import Baseline, Footprint, ManagedItem, UninstallManifest
-from spark_contract.tool import CHECK_TOOL, COMMANDS_DIR, TOOL
+from spark_contract.status import NETPLAN_FILE, Baseline, Footprint, ManagedItem, UninstallManifest
+from spark_contract.tool import CHECK_TOOL, COMMANDS_DIR, TOOL, HostToolError
 from spark_contract.units import DIGEST12
 
 from spark_host.cleanup import baseline, resources

@@ -16,9 +16,9 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse
 from pathlib import Path
 from typing import Any
 
-from spark_contract.errors import HostToolError
 from spark_contract.paths import Paths
 from spark_contract.release import CHAT, Release
+from spark_contract.tool import HostToolError
 
 from spark_host.system import folders
 

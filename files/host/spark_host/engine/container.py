@@ -10,11 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from spark_contract import files
-from spark_contract.errors import HostToolError
 from spark_contract.machine import libcuda_version
 from spark_contract.paths import ENGINE_SOCKET, Paths
 from spark_contract.release import Release
-from spark_contract.tool import MAKE_USERS
+from spark_contract.tool import MAKE_USERS, HostToolError
 from spark_contract.units import RELEASE_LABEL, SERVICE_LABEL
 
 from spark_host.records import versions

@@ -7,10 +7,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from spark_contract.errors import HostToolError
 from spark_contract.machine import FreeBlocks, parse_buddyinfo
 from spark_contract.release import Release
-from spark_contract.tool import LIMIT, PHASE, WAITED
+from spark_contract.tool import LIMIT, PHASE, WAITED, HostToolError
 
 from spark_host.system import docker, programs
 from spark_host.system.programs import Report

@@ -6,10 +6,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from spark_contract.errors import HostToolError
 from spark_contract.paths import Paths
 from spark_contract.release import Release, parse_service
-from spark_contract.tool import PHASE
+from spark_contract.tool import PHASE, HostToolError
 
 from spark_host.engine import memory
 from spark_host.engine.client import Engine, EngineError, EngineTimeoutError

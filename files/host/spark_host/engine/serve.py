@@ -15,10 +15,9 @@ from pathlib import Path
 
 from spark_contract import files, receipts
 from spark_contract.builder_api import BUILDER, VERIFY
-from spark_contract.errors import HostToolError, parse_problem
 from spark_contract.paths import Paths
 from spark_contract.release import Release
-from spark_contract.tool import PHASE
+from spark_contract.tool import PHASE, HostToolError, parse_problem
 from spark_contract.units import DIGEST_LABEL, SERVE, SWITCH
 
 from spark_host.engine import compile_cache, container, memory, on_request

@@ -12,11 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from spark_contract import files, units
-from spark_contract.errors import HostToolError
 from spark_contract.gateway import EXPOSURES, Gateway
 from spark_contract.paths import Paths
 from spark_contract.release import Release
-from spark_contract.tool import MAKE_USERS
+from spark_contract.tool import MAKE_USERS, HostToolError
 
 from spark_host.gateway import keys, listeners, nginx
 from spark_host.system import systemd

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from spark_contract import files, release
-from spark_contract.errors import HostToolError
 from spark_contract.fetching import SHARE_SETTINGS, Share, SharedTree, partial_tree
 from spark_contract.gateway import Gateway
 from spark_contract.paths import Paths, job_dir
+from spark_contract.tool import HostToolError
 
 from spark_host.gateway import listeners, traffic
 from spark_host.gateway.listeners import Listener

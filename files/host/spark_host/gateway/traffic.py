@@ -9,10 +9,9 @@ import grp
 import os
 
 from spark_contract import files
-from spark_contract.errors import HostToolError
 from spark_contract.paths import Paths
 from spark_contract.release import Release
-from spark_contract.tool import MAKE_USERS
+from spark_contract.tool import MAKE_USERS, HostToolError
 
 from spark_host.system import folders
 from spark_host.system.host import load_gateway

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from spark_contract.errors import HostToolError
 from spark_contract.paths import Paths
 from spark_contract.release import MODELS
+from spark_contract.tool import HostToolError
 
 from spark_host.engine import on_request
 from spark_host.gateway import traffic

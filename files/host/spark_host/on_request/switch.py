@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from spark_contract.errors import HostToolError
 from spark_contract.release import Release
+from spark_contract.tool import HostToolError
 
 from spark_host.engine import memory, on_request
 from spark_host.engine.client import Engine, EngineError

@@ -5,9 +5,9 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
-from spark_contract.errors import HostToolError
 from spark_contract.records import KnownGoodReleases, RollbackRecord, Stopped
 from spark_contract.release import Release, parse_service
+from spark_contract.tool import HostToolError
 from spark_contract.units import GATEWAY, SCHEDULED_START_TIMER, SERVE
 
 from spark_host.system.host import Host

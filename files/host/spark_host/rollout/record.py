@@ -8,11 +8,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from spark_contract.errors import ERROR
 from spark_contract.records import Request, Rollout
 from spark_contract.release import Release
 from spark_contract.status import RunningRollout, StartedRollout
-from spark_contract.tool import PHASE
+from spark_contract.tool import ERROR, PHASE
 from spark_contract.units import SWITCH
 
 from spark_host.system.host import Host

@@ -11,11 +11,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 
-from spark_contract.errors import HostToolError, Problem
 from spark_contract.paths import Paths
 from spark_contract.records import Rollout
 from spark_contract.release import Release, parse_service
 from spark_contract.status import NamedRelease, Rollback
+from spark_contract.tool import HostToolError, Problem
 from spark_contract.units import SWITCH
 
 from spark_host.records import boot, proof

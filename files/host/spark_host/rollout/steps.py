@@ -8,12 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from spark_contract.errors import HostToolError
 from spark_contract.machine import BOOT_ID
 from spark_contract.paths import Paths
 from spark_contract.records import Proof
 from spark_contract.release import READY, Release, parse_service
-from spark_contract.tool import LIMIT, PHASE, WAITED
+from spark_contract.tool import LIMIT, PHASE, WAITED, HostToolError
 from spark_contract.units import SERVE
 
 from spark_host.check import runner, speed

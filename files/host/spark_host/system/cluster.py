@@ -10,9 +10,9 @@ import re
 import socket
 from collections.abc import Sequence
 
-from spark_contract.errors import HostToolError
 from spark_contract.paths import Paths
 from spark_contract.release import Cluster, Member, Release
+from spark_contract.tool import HostToolError
 
 from spark_host.system.host import load_release
 from spark_host.system.programs import error_line, run_program

@@ -11,9 +11,9 @@ from typing import Any
 from urllib.parse import quote
 
 from spark_contract import files
-from spark_contract.errors import HostToolError
 from spark_contract.paths import Paths
 from spark_contract.records import GpuProof
+from spark_contract.tool import HostToolError
 from spark_contract.units import DIGEST_LABEL, RELEASE_LABEL, SERVICE_LABEL
 
 from spark_host.system.programs import run_program

@@ -11,10 +11,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spark_contract import documents, fabric, files
-from spark_contract.errors import HostToolError
+from spark_contract import documents, files, status
 from spark_contract.paths import RUN_DIR, STATE_DIR, Paths
-from spark_contract.tool import FABRIC, HOST_TOOL
+from spark_contract.tool import FABRIC, HOST_TOOL, HostToolError
 
 from spark_host.system import systemd
 from spark_host.system.host import locked, read_document
@@ -35,7 +34,7 @@ def main(args: Sequence[str], paths: Paths) -> int:
     with locked(paths.run / "fabric.lock", wait=True):
         match list(args):
             case ["try"]:
-                _start_trial(documents.parse(fabric.FabricPlan, sys.stdin.read()), paths)
+                _start_trial(documents.parse(status.FabricPlan, sys.stdin.read()), paths)
             case ["settled"]:
                 _wait_until_settled(paths)
             case ["confirm"]:
@@ -48,17 +47,17 @@ def main(args: Sequence[str], paths: Paths) -> int:
     return 0
 
 
-def _start_trial(plan: fabric.FabricPlan, paths: Paths) -> None:
-    trial = paths.below(fabric.NETPLAN_TRIAL)
-    if paths.below(fabric.NETPLAN_FILE).exists():
+def _start_trial(plan: status.FabricPlan, paths: Paths) -> None:
+    trial = paths.below(status.NETPLAN_TRIAL)
+    if paths.below(status.NETPLAN_FILE).exists():
         fix = "run `spark-deploy fabric --restore` to remove it first"
-        raise HostToolError(fabric.NETPLAN_FILE, "already exists", fix)
+        raise HostToolError(status.NETPLAN_FILE, "already exists", fix)
     if trial.exists():  # replacing it would leave addresses behind
-        raise HostToolError(fabric.NETPLAN_TRIAL, "another trial is running", fabric.RETRY_FIX)
+        raise HostToolError(status.NETPLAN_TRIAL, "another trial is running", status.RETRY_FIX)
     # The timer's service may still be loaded if a trial has just ended.
     _stop_timer("service")
     managed = {port.interface for port in plan.ports}
-    record = fabric.FabricRecord(
+    record = status.FabricRecord(
         plan.ports,
         {port.interface: int(_show_link(port)["mtu"]) for port in plan.ports},
         {name: now for name, now in _addresses().items() if now and name not in managed},
@@ -67,7 +66,7 @@ def _start_trial(plan: fabric.FabricPlan, paths: Paths) -> None:
     files.write_text(paths.below(_TRIAL_RECORD), documents.to_json(record), 0o600)
     files.write_text(trial, plan.netplan, 0o600)
     timer = [
-        *_TRANSIENT, f"--unit={fabric.RESTORE_UNIT}", f"--on-active={plan.confirm_s}",
+        *_TRANSIENT, f"--unit={status.RESTORE_UNIT}", f"--on-active={plan.confirm_s}",
         "--timer-property=AccuracySec=1s", HOST_TOOL, FABRIC, "restore", "--unconfirmed",
     ]  # fmt: skip
     try:
@@ -77,12 +76,12 @@ def _start_trial(plan: fabric.FabricPlan, paths: Paths) -> None:
         files.remove(trial)
         raise
     # In a separate unit, because the caller may lose the connection.
-    apply = [*_TRANSIENT, "--no-block", f"--unit={fabric.APPLY_UNIT}", "netplan", "apply"]
+    apply = [*_TRANSIENT, "--no-block", f"--unit={status.APPLY_UNIT}", "netplan", "apply"]
     _run_checked(apply, "systemd rejects the change")
 
 
 def _confirm(paths: Paths) -> None:
-    trial, kept = paths.below(fabric.NETPLAN_TRIAL), paths.below(fabric.NETPLAN_FILE)
+    trial, kept = paths.below(status.NETPLAN_TRIAL), paths.below(status.NETPLAN_FILE)
     if not trial.exists() and kept.exists():
         return
     record = _wait_until_settled(paths)
@@ -94,13 +93,13 @@ def _confirm(paths: Paths) -> None:
 
 def _restore(paths: Paths, *, unconfirmed: bool) -> None:
     """Restore the network; with ``unconfirmed``, only after an unconfirmed trial."""
-    trial, kept = paths.below(fabric.NETPLAN_TRIAL), paths.below(fabric.NETPLAN_FILE)
+    trial, kept = paths.below(status.NETPLAN_TRIAL), paths.below(status.NETPLAN_FILE)
     if not trial.exists() and (unconfirmed or not kept.exists()):
         return
     tried = paths.below(_TRIAL_RECORD if trial.exists() else _CONFIRMED_RECORD)
-    record = read_document(fabric.FabricRecord, tried)
+    record = read_document(status.FabricRecord, tried)
     if kept.exists() and not unconfirmed:
-        files.write_text(paths.below(fabric.REMOVED_NETPLAN), kept.read_text(), 0o600)
+        files.write_text(paths.below(status.REMOVED_NETPLAN), kept.read_text(), 0o600)
         files.remove(kept)
     files.remove(trial)
     try:
@@ -115,7 +114,7 @@ def _restore(paths: Paths, *, unconfirmed: bool) -> None:
         _stop_timer()
 
 
-def _reset_ports(record: fabric.FabricRecord) -> None:
+def _reset_ports(record: status.FabricRecord) -> None:
     """Remove addresses that networkd leaves behind."""
     for port in record.ports:
         _ip("address", "delete", port.address, "dev", port.interface)
@@ -123,7 +122,7 @@ def _reset_ports(record: fabric.FabricRecord) -> None:
         _ip("link", "set", port.interface, "mtu", str(mtu))
 
 
-def _restore_others(record: fabric.FabricRecord) -> None:
+def _restore_others(record: status.FabricRecord) -> None:
     deadline = time.monotonic() + _REGAIN_TIMEOUT_S
     time.sleep(_POLL_INTERVAL_S)  # the network manager continues after `netplan apply`
     while _lost_addresses(record, now := _addresses()) and time.monotonic() < deadline:
@@ -142,7 +141,7 @@ def _restore_others(record: fabric.FabricRecord) -> None:
 
 
 def _lost_addresses(
-    record: fabric.FabricRecord, now: Mapping[str, Sequence[str]]
+    record: status.FabricRecord, now: Mapping[str, Sequence[str]]
 ) -> list[tuple[str, str]]:
     managed = {port.address for port in record.ports}
     return [
@@ -157,20 +156,20 @@ def _ip_option(text: str) -> str:
     return "-6" if ":" in text else "-4"
 
 
-def _wait_until_settled(paths: Paths) -> fabric.FabricRecord:
+def _wait_until_settled(paths: Paths) -> status.FabricRecord:
     """Wait until netplan has finished and all ports have address and MTU; return the record.
 
     Raises HostToolError if the trial is over or a port is not configured in time.
     """
-    if not paths.below(fabric.NETPLAN_TRIAL).exists():
+    if not paths.below(status.NETPLAN_TRIAL).exists():
         fix = "check the new network, then run the command again"
         raise HostToolError("fabric", "not confirmed in time, so the old network is restored", fix)
-    record = files.load(fabric.FabricRecord, paths.below(_TRIAL_RECORD), "no record of the trial")
+    record = files.load(status.FabricRecord, paths.below(_TRIAL_RECORD), "no record of the trial")
     began = time.monotonic()
     last, unchanged_since = None, 0.0
     while time.monotonic() < began + _APPLY_TIMEOUT_S:
         missing = [port for port in record.ports if not _is_configured(port)]
-        state = systemd.state(f"{fabric.APPLY_UNIT}.service", "ActiveState").get("ActiveState")
+        state = systemd.state(f"{status.APPLY_UNIT}.service", "ActiveState").get("ActiveState")
         applying = state not in ("inactive", "failed", None)
         now = (missing, applying, _addresses(), _default_routes())
         if now != last:
@@ -191,7 +190,7 @@ def _wait_until_settled(paths: Paths) -> fabric.FabricRecord:
         message = f"{port.interface} did not get {port.address} with MTU {port.mtu}"
     elif last and last[1]:  # a login now would test only the old network
         message = f"netplan did not finish within {_APPLY_TIMEOUT_S:.0f} s"
-    fix = f"see `journalctl -u {fabric.APPLY_UNIT} -u systemd-networkd -u NetworkManager`"
+    fix = f"see `journalctl -u {status.APPLY_UNIT} -u systemd-networkd -u NetworkManager`"
     raise HostToolError("fabric", message, fix)
 
 
@@ -214,13 +213,13 @@ def _default_routes() -> tuple[str, ...]:
     return tuple(line for line in lines if line and " proto ra " not in f"{line} ")
 
 
-def _is_configured(port: fabric.FabricPort) -> bool:
+def _is_configured(port: status.FabricPort) -> bool:
     link = _show_link(port)
     addresses = {f"{entry['local']}/{entry['prefixlen']}" for entry in link["addr_info"]}
     return port.address in addresses and link["mtu"] == port.mtu
 
 
-def _show_link(port: fabric.FabricPort) -> Any:
+def _show_link(port: status.FabricPort) -> Any:
     for link in json.loads(_ip("-j", "address", "show", "dev", port.interface) or "[]"):
         return link
     fix = "list the interfaces (`ip link`), then set fabric.interfaces"
@@ -232,7 +231,7 @@ def _ip(*args: str) -> str:
 
 
 def _stop_timer(*kinds: str) -> None:
-    names = [f"{fabric.RESTORE_UNIT}.{kind}" for kind in ("timer", *kinds)]
+    names = [f"{status.RESTORE_UNIT}.{kind}" for kind in ("timer", *kinds)]
     run_program(["systemctl", "stop", *names], _APPLY_TIMEOUT_S)
 
 

@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from spark_contract import documents
-from spark_contract.errors import HostToolError
-from spark_contract.fabric import SpeedRequest, SpeedResult
 from spark_contract.paths import Paths
+from spark_contract.status import SpeedRequest, SpeedResult
+from spark_contract.tool import HostToolError
 
 _STREAMS = 4  # because a single stream is limited by one core
 _CHUNK_BYTES = 1 << 20

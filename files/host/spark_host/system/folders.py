@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from spark_contract.errors import HostToolError
+from spark_contract.tool import HostToolError
 
 _COMMAND_TIMEOUT_S = 600.0
 

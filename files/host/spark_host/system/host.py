@@ -13,10 +13,10 @@ from typing import Any, Protocol, TypeVar
 
 from spark_contract import documents, files
 from spark_contract.documents import DocumentError
-from spark_contract.errors import HostToolError
 from spark_contract.gateway import Gateway
 from spark_contract.paths import Paths
 from spark_contract.release import Release, parse_service
+from spark_contract.tool import HostToolError
 from spark_contract.units import RELEASE_NAME
 
 from spark_host.system import systemd

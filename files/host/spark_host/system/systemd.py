@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Iterable
 
-from spark_contract.errors import HostToolError
+from spark_contract.tool import HostToolError
 
 from spark_host.system.programs import read_output_start, run_program
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from spark_contract import receipts
-from spark_contract.errors import Problem
 from spark_contract.paths import RECEIPT_NAME
+from spark_contract.tool import Problem
 
 DAYS = 14  # in which all bytes are hashed
 _DAILY_LIMIT_S = 900.0  # per day; on a slow disk, hashing all bytes takes longer than DAYS

@@ -11,10 +11,10 @@ from itertools import chain
 from pathlib import Path
 
 from spark_contract import receipts
-from spark_contract.errors import HostToolError, Problem
 from spark_contract.paths import RECEIPT_NAME, Paths
 from spark_contract.records import DailyReport, Proof
 from spark_contract.release import Release
+from spark_contract.tool import HostToolError, Problem
 from spark_contract.units import GATEWAY, WATCH
 
 from spark_host.records import boot, proof

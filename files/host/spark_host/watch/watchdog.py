@@ -14,11 +14,11 @@ import time
 from dataclasses import dataclass
 
 from spark_contract import documents, files
-from spark_contract.errors import HostToolError
 from spark_contract.machine import FreeBlocks
 from spark_contract.paths import Paths
 from spark_contract.records import Event
 from spark_contract.release import FRAGMENTED, KILLED, STALLED, STARVING, Release, Watch
+from spark_contract.tool import HostToolError
 
 from spark_host.engine import compile_cache, container
 from spark_host.engine.client import Engine, EngineError, EngineTimeoutError, Metrics
