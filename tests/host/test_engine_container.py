@@ -71,8 +71,9 @@ def test_symlinks_by_the_engine_account_cannot_open_host_files(gateway):
     unit = f"spark-serve@{gateway.guest.release()}.service"
     output = gateway.guest.run(
         "PYTHONPATH=/usr/local/lib/spark/current python3 -P -c '"
-        "from spark_host.system import host; from spark_host.gateway import traffic; "
-        f'traffic.open_for(host.load_release("{gateway.guest.release()}", host.default_paths()), '
+        "from spark_host.system import host; "
+        "from spark_host.gateway.gateway import open_traffic; "
+        f'open_traffic(host.load_release("{gateway.guest.release()}", host.default_paths()), '
         "host.default_paths())' 2>&1 | tail -1",
         check=False,
     )

@@ -27,9 +27,8 @@ ROOMS: tuple[tuple[str, frozenset[str]], ...] = tuple(
         ("files/host/spark_host/jobs.py", ""),
         ("files/host/spark_host/image.py", ""),
         ("files/host/spark_host/rollout", ""),
-        ("files/host/spark_host/on_request", ""),
+        ("files/host/spark_host/relay.py", ""),
         ("files/host/spark_host/cleanup", ""),
-        ("files/host/spark_host/evidence.py", ""),
         ("files/host/spark_host/status.py", ""),
         ("files/host/spark_host/__main__.py", ""),
         # The builder of checkpoints.

@@ -81,7 +81,7 @@ _CHECK = "[RELEASE] [--quick|--full|--deep] [--json], --record [FILE], --compare
 VERBS: dict[str, tuple[str, Callable[[Args, Paths], tuple[Any, ...]], str]] = {
     tool.STATUS: ("status:main", _all_args, "[--live]: print the state of this host as JSON"),
     tool.EVIDENCE: (
-        "evidence:read_evidence", _no_args, "print publishable facts about engines as JSON"
+        "status:read_evidence", _no_args, "print publishable facts about engines as JSON"
     ),
     tool.CHECK: ("check.runner:main", _all_args, f"{_CHECK}: check the running engine"),
     "switch": (
@@ -132,7 +132,7 @@ VERBS: dict[str, tuple[str, Callable[[Args, Paths], tuple[Any, ...]], str]] = {
     ),
     tool.GATEWAY_NEW_KEY: ("gateway.gateway:new_key", _parse_name, "SERVICE: replace the key"),
     "share": ("gateway.nginx:share", _no_args, ": serve checkpoint files to other hosts"),
-    "on-request": ("on_request.relay:run", _no_args, ": start services that requests wait for"),
+    "on-request": ("relay:run", _no_args, ": start services that requests wait for"),
     "watch": ("watch.watchdog:run", _parse_name, "RELEASE: watch the engine"),
     "daily": ("__main__:daily", _all_args, ": inspect the host"),
     tool.JOB: ("jobs:main", _all_args, "run D12 | poll [D12...] | end D12: run, show or end jobs"),
@@ -141,10 +141,12 @@ VERBS: dict[str, tuple[str, Callable[[Args, Paths], tuple[Any, ...]], str]] = {
         "[--layers LAYERS.json] REFERENCE [COMMAND...]: pull an image, then run a command",
     ),
     tool.FABRIC: (
-        "system.fabric_addresses:main", _all_args,
+        "system.fabric:set_addresses", _all_args,
         "try|settled|confirm|restore: set fabric addresses",
     ),
-    tool.FABRIC_SPEED: ("system.fabric_speed:main", _all_args, "listen|send: measure the fabric"),
+    tool.FABRIC_SPEED: (
+        "system.fabric:measure_speed", _all_args, "listen|send: measure the fabric"
+    ),
     tool.FENCE: ("system.cluster:fence", _all_args, "up|down RELEASE: firewall a cluster's ports"),
     "may-start": ("engine.serve:may_start", _parse_name, "RELEASE: whether the unit may start"),
     "prepare": ("engine.serve:prepare", _parse_name, "RELEASE: prepare the host for a start"),

@@ -1,7 +1,7 @@
 from spark_contract.records import Proof
 from spark_contract.release import Release
 from spark_host.check import runner
-from spark_host.records import proof
+from spark_host.records import boot
 from stub_host import Host
 
 
@@ -14,7 +14,7 @@ def check_at_start(host: Host, release: Release) -> Proof:
 
 
 def stored_proof(host: Host, release: Release) -> Proof:
-    stored = proof.read(release.name, host.here)
+    stored = boot.read_proof(release.name, host.here)
     assert stored is not None
     return stored
 

@@ -15,7 +15,7 @@ import pytest
 from recording_engine import RecordingEngine, recording
 from spark_contract.documents import to_json
 from spark_contract.gateway import Gateway
-from spark_host.gateway import gateway, traffic
+from spark_host.gateway import gateway
 from spark_host.system import host as system
 from stub_host import Host
 
@@ -80,7 +80,7 @@ def open_service(
 ) -> None:
     names = names or NAMES[service]
     release = host.release(f"{service}-{digest}", service=service, names=names)
-    traffic.open_for(release, host.paths)
+    gateway.open_traffic(release, host.paths)
 
 
 def free_port() -> int:
@@ -120,7 +120,7 @@ def running_gateway(
     if engine:
         host.started(release, STUB_PIECE_S="0.05")
     gateway.create_missing_key(document, host.paths)
-    traffic.open_for(release, host.paths)
+    gateway.open_traffic(release, host.paths)
     run = command or read_exec_command(lambda: gateway.run("main", host.paths))
     process = subprocess.Popen(run)
     try:

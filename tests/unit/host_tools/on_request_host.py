@@ -15,11 +15,11 @@ from spark_contract.records import KnownGoodReleases
 from spark_contract.release import Release
 from spark_contract.tool import HostToolError
 from spark_contract.units import SERVE
-from spark_host.gateway import traffic
-from spark_host.on_request import relay
-from spark_host.on_request.relay import Relay
-from spark_host.on_request.switch import Limits
+from spark_host import relay
+from spark_host.engine.on_request import Limits
+from spark_host.gateway import gateway
 from spark_host.records import boot
+from spark_host.relay import Relay
 from spark_host.system.host import Host as SystemHost
 from spark_host.system.host import write_document
 from stub_host import Host, answers, release_data, wait_until
@@ -62,13 +62,13 @@ class EngineUnits:
         engine = self.host.start(release, STUB_LOAD_S="0", STUB_PIECE_S="0.05")
         wait_until(lambda: answers(engine), "the stub engine listens")
         self.running[unit] = self.host.engines[-1]
-        traffic.open_for(release, self.host.paths)
+        gateway.open_traffic(release, self.host.paths)
 
     def stop(self, unit: str, limit_s: float) -> None:
         process = self.running.pop(unit, None)
         if process:
             try:
-                traffic.close(SERVE.instance(unit).rpartition("-")[0], self.host.paths)
+                gateway.close_traffic(SERVE.instance(unit).rpartition("-")[0], self.host.paths)
             finally:  # systemd goes on if the process that requested the stop is killed
                 process.kill()
                 process.wait()
@@ -118,7 +118,7 @@ def add_service(host: Host, service: str, idle_stop_s: int = 0, needed_gib: int 
     host.paths.boot_links.mkdir(parents=True, exist_ok=True)
     (host.paths.boot_links / release.serve_unit).symlink_to("/nowhere")
     write_document(host.paths.known_good(service), KnownGoodReleases(release.name))
-    traffic.make_folder(service, host.paths)
+    gateway.make_traffic_folder(service, host.paths)
     return release
 
 

@@ -97,7 +97,7 @@ class SimulatedHost:
         return steps.Host(
             self.paths, ports.Disk(self), ports.Systemd(self), ports.Clock(self),
             f"boot-{self.boots}", run, None, ports.Engines(self), ports.Gateway(self),
-            ports.Traffic(self), ports.Check(self),
+            ports.Check(self),
         )  # fmt: skip
 
     def call(

@@ -212,13 +212,11 @@ class Gateway(Port):
     def wait_until_listening(self, service: str, paths: Paths) -> None:
         self.sim.call("listening", error=no_answer("gateway"))
 
-
-class Traffic(Port):
-    def close(self, service: str, paths: Paths) -> None:
+    def close_traffic(self, service: str, paths: Paths) -> None:
         error = OSError(errno.EIO, "I/O error")
         self.sim.call("close", lambda: setattr(self.sim, "open_to", None), error)
 
-    def open_for(self, release: Release, paths: Paths) -> None:
+    def open_traffic(self, release: Release, paths: Paths) -> None:
         def effect() -> None:
             if release.name not in self.sim.engines:
                 raise FileNotFoundError(errno.ENOENT, "No such file", "engine.sock")

@@ -6,7 +6,7 @@ from engine_checks import check, failed, stored_proof
 from spark_contract.records import CompileCache
 from spark_contract.tool import COMPILING
 from spark_host.check import runner
-from spark_host.records import proof
+from spark_host.records import boot
 
 
 @pytest.mark.parametrize("fault", ["never-ready", "crash-at-start", "oom-at-start", "unhealthy"])
@@ -84,7 +84,7 @@ def test_check_prints_json_and_returns_exit_code(host, monkeypatch, capsys):
 
 def unproven_reason(host, run, versions):
     release = host.release()
-    return proof.unproven_reason(stored_proof(host, release), release.digest, run, versions)
+    return boot.unproven_reason(stored_proof(host, release), release.digest, run, versions)
 
 
 def test_proof_is_bound_to_run_and_versions(host):
@@ -95,7 +95,7 @@ def test_proof_is_bound_to_run_and_versions(host):
     restarted = "the engine was started after the last check"
     assert unproven_reason(host, "run-2", now) == restarted
     assert "kernel" in str(unproven_reason(host, "run-1", {**now, "kernel": "9"}))
-    other = proof.unproven_reason(stored_proof(host, release), "e" * 64, "run-1", now)
+    other = boot.unproven_reason(stored_proof(host, release), "e" * 64, "run-1", now)
     assert other == "the proof belongs to another release"
     check(host, release, "quick", run="run-2")
     assert unproven_reason(host, "run-2", now) is None

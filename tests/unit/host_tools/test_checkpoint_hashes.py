@@ -5,8 +5,8 @@ import pytest
 from spark_contract import documents
 from spark_contract.paths import RECEIPT_NAME
 from spark_contract.receipts import ReceiptFile, SourceReceipt
-from spark_host.watch import checkpoint_hashes
-from spark_host.watch.checkpoint_hashes import DAYS, hash_next
+from spark_host.watch import daily
+from spark_host.watch.daily import HASH_DAYS, hash_next
 
 PIECE = 1000
 
@@ -44,7 +44,7 @@ def test_detects_flipped_byte_within_14_days_even_if_mtime_is_unchanged(tmp_path
     trees = [write_tree(tmp_path / tree) for tree in ("first", "second")]
     flip_byte(trees[1] / name, offset)
     position, damaged = 7, ()
-    for _ in range(DAYS):
+    for _ in range(HASH_DAYS):
         problems, position = hash_next(trees, position, damaged)
         damaged = tuple(problems)
     [part] = damaged
@@ -57,18 +57,18 @@ def test_damage_is_reported_on_a_slow_disk(tmp_path, monkeypatch):
     tree = write_tree(tmp_path / "tree")
     flip_byte(tree / "a.bin", 0)
     problems, _ = hash_next([tree], 0)
-    monkeypatch.setattr(checkpoint_hashes, "_DAILY_LIMIT_S", -1)
+    monkeypatch.setattr(daily, "_DAILY_LIMIT_S", -1)
     assert hash_next([tree], 9, tuple(problems)) == (problems, 9)
 
 
 def test_healthy_checkpoints_are_read_once_in_14_days(tmp_path):
     trees, position, parts = [write_tree(tmp_path / "tree")], 0, 0
-    for _ in range(DAYS):
+    for _ in range(HASH_DAYS):
         problems, following = hash_next(trees, position)
         assert problems == {}
         parts += (following - position) % 28
         position = following
-    assert 28 <= parts <= 28 + DAYS // 2
+    assert 28 <= parts <= 28 + HASH_DAYS // 2
 
 
 def test_lost_file_is_reported_and_other_trees_are_ignored(tmp_path):

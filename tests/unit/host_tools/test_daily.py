@@ -7,9 +7,9 @@ from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import pytest
-from spark_contract.records import DailyReport
+from spark_contract.records import DailyReport, Proof
 from spark_host import status
-from spark_host.records import boot, proof
+from spark_host.records import boot
 from spark_host.system import host as system
 from spark_host.system import programs
 from spark_host.watch import daily
@@ -41,8 +41,8 @@ class ServingHost:
         return unit in self.units
 
     def write_proof(self, checked_at):
-        result = proof.Proof(RELEASE, "d", "run-1", "full", True, checked_at, (), {}, {}, False, ())
-        proof.write(result, self.host.here)
+        result = Proof(RELEASE, "d", "run-1", "full", True, checked_at, (), {}, {}, False, ())
+        boot.write_proof(result, self.host.here)
 
     @property
     def checkpoint(self):

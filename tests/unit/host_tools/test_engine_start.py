@@ -16,7 +16,7 @@ from spark_contract.release import Release
 from spark_contract.tool import HostToolError
 from spark_host.engine import container, memory, serve
 from spark_host.engine.memory import GIB
-from spark_host.gateway import gateway, traffic
+from spark_host.gateway import gateway
 from spark_host.system import docker
 from spark_host.system import host as system
 from stub_host import RELEASE, release_data
@@ -83,7 +83,7 @@ def test_traffic_closes_before_the_container_is_removed(host, monkeypatch):
     open_at_removal: list[bool] = []
 
     def remove_container(_):
-        open_at_removal.append(traffic.is_open("main", host.paths))
+        open_at_removal.append(gateway.is_open("main", host.paths))
 
     monkeypatch.setattr(docker, "remove_container", remove_container)
     assert serve.after_stop(RELEASE, host.paths) == 0

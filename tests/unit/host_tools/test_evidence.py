@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from spark_contract import documents
 from spark_contract.records import Rollout
-from spark_host import evidence
+from spark_host import status
 from spark_host.engine import logs
 from spark_host.system import docker, systemd
 from stub_host import RELEASE
@@ -55,8 +55,8 @@ def test_reports_mapped_libraries(tmp_path):
             (process / "cgroup").write_text(f"{group}\n")
             (process / "maps").symlink_to(f"/proc/{child.pid}/maps")
             (process / "root").symlink_to("/")
-        libraries = evidence.read_container_libraries("c0ffee", tmp_path / "proc")
-        other = evidence.read_container_libraries("c1c1c1", tmp_path / "proc")
+        libraries = status.read_container_libraries("c0ffee", tmp_path / "proc")
+        other = status.read_container_libraries("c1c1c1", tmp_path / "proc")
         child.stdin.close()
     assert (libraries["nccl"], libraries["flashinfer"], libraries["torch"]) == (
         "2.29.3", "0.7.2.post1", "2.14.0+cu130",
@@ -72,7 +72,7 @@ def read_evidence(host, monkeypatch):
     monkeypatch.setattr(docker, "inspect_container", lambda *_: None)
 
     def read():
-        document = documents.to_plain(evidence.read_evidence(host.paths))
+        document = documents.to_plain(status.read_evidence(host.paths))
         result = Fact().process([json.dumps(document)])
         assert result is not None
         return result
@@ -107,7 +107,7 @@ def test_firmware_excludes_serial_numbers(host):
         "product_serial": "1234567890123\n", "product_uuid": "0\n", "sys_vendor": "\x00odd\n",
     }.items():  # fmt: skip
         (folder / name).write_text(text)
-    assert evidence.read_firmware(host.paths.root) == {
+    assert status.read_firmware(host.paths.root) == {
         "product_name": "NVIDIA DGX Spark", "bios_version": "5.36_0ACUM018",
     }  # fmt: skip
 

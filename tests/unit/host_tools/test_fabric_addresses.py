@@ -6,7 +6,7 @@ import pytest
 from spark_contract.documents import to_json
 from spark_contract.status import NETPLAN_FILE, NETPLAN_TRIAL, FabricPlan, FabricPort
 from spark_contract.tool import HostToolError
-from spark_host.system import fabric_addresses as fabric
+from spark_host.system import fabric
 from stub_host import Paths
 
 PORT = FabricPort("fab0", "192.168.100.11/24", 9000)
@@ -82,7 +82,7 @@ def host(tmp_path, monkeypatch):
 def run(host, *words):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.stdin", io.StringIO(to_json(PLAN)))
-        assert fabric.main(list(words), host.paths) == 0
+        assert fabric.set_addresses(list(words), host.paths) == 0
 
 
 @pytest.fixture

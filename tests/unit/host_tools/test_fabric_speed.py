@@ -12,7 +12,7 @@ from gateway_client import free_port
 from spark_contract.documents import to_json
 from spark_contract.status import SpeedRequest
 from spark_contract.tool import HostToolError
-from spark_host.system import fabric_speed as speed
+from spark_host.system import fabric
 from stub_host import Paths
 
 TOKEN = "0123456789abcdef" * 2
@@ -25,7 +25,7 @@ def speed_request():
 
 @contextmanager
 def listening(speed_request):
-    thread = threading.Thread(target=speed.listen, args=(speed_request,), daemon=True)
+    thread = threading.Thread(target=fabric.listen, args=(speed_request,), daemon=True)
     thread.start()
     yield
     thread.join(10)
@@ -45,12 +45,12 @@ def connect(speed_request):
 def test_sends_exactly_as_many_bytes_as_the_request_on_stdin_allows(speed_request, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO(to_json(speed_request)))
     with listening(speed_request):
-        result = speed.main(["send"], Paths("/"))
-    assert isinstance(result, speed.SpeedResult)
+        result = fabric.measure_speed(["send"], Paths("/"))
+    assert isinstance(result, fabric.SpeedResult)
     assert result.arrived_bytes == speed_request.max_bytes
     assert 0 < result.took_s < speed_request.max_s
     with pytest.raises(HostToolError, match="listen` or `fabric-speed send"):
-        speed.main(["send", TOKEN], Paths("/"))
+        fabric.measure_speed(["send", TOKEN], Paths("/"))
 
 
 def test_stalled_receiver_ends_at_the_time_limit(speed_request):
@@ -66,7 +66,7 @@ def test_stalled_receiver_ends_at_the_time_limit(speed_request):
 
     threading.Thread(target=receive_nothing, daemon=True).start()
     began = time.monotonic()
-    result = speed.send(slow)
+    result = fabric.send(slow)
     assert time.monotonic() - began < 30
     assert result.arrived_bytes < slow.max_bytes / 4
     assert result.took_s < 30
@@ -77,7 +77,7 @@ def test_wrong_token_is_rejected(speed_request):
         with connect(speed_request) as stranger:
             stranger.sendall(b"x" * len(TOKEN))
             assert stranger.recv(1) == b""
-        assert speed.send(speed_request).arrived_bytes == speed_request.max_bytes
+        assert fabric.send(speed_request).arrived_bytes == speed_request.max_bytes
 
 
 def test_trickling_stranger_does_not_end_the_measurement(speed_request):
@@ -90,7 +90,7 @@ def test_trickling_stranger_does_not_end_the_measurement(speed_request):
     with listening(speed_request):
         threading.Thread(target=trickle, args=(connect(speed_request),), daemon=True).start()
         time.sleep(0.1)
-        assert speed.send(speed_request).arrived_bytes == speed_request.max_bytes
+        assert fabric.send(speed_request).arrived_bytes == speed_request.max_bytes
 
 
 def test_listens_only_on_the_fabric_address(speed_request):
@@ -98,13 +98,13 @@ def test_listens_only_on_the_fabric_address(speed_request):
         connect(speed_request).close()
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.2", speed_request.port), 1)
-        speed.send(speed_request)
+        fabric.send(speed_request)
 
 
 def test_listener_times_out(speed_request, monkeypatch):
-    monkeypatch.setattr(speed, "_CONNECT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(fabric, "_CONNECT_TIMEOUT_S", 0.2)
     with pytest.raises(HostToolError, match="0 of 4 connections"):
-        speed.listen(speed_request)
+        fabric.listen(speed_request)
 
 
 @pytest.mark.parametrize(
@@ -112,6 +112,6 @@ def test_listener_times_out(speed_request, monkeypatch):
     [("lo", r"lo to 127.0.0.1:\d+.*no connection.*firewall"), ("fab7", "No such device")],
 )
 def test_reports_a_missing_listener_or_interface(speed_request, monkeypatch, interface, message):
-    monkeypatch.setattr(speed, "_CONNECT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(fabric, "_CONNECT_TIMEOUT_S", 0.2)
     with pytest.raises(HostToolError, match=message):
-        speed.send(dataclasses.replace(speed_request, interface=interface))
+        fabric.send(dataclasses.replace(speed_request, interface=interface))

@@ -7,6 +7,7 @@ import pytest
 from engine_checks import check_at_start
 from spark_contract.machine import GIB, FreeBlocks, parse_buddyinfo
 from spark_host.engine import compile_cache, logs, memory
+from spark_host.system.host import read_events
 from spark_host.watch import sensors, start_guard, watchdog
 
 from lab.memory import BUDDYINFO, PROC
@@ -143,13 +144,13 @@ def test_watchdog_reports_fragmentation_once(host, monkeypatch):
     thread = threading.Thread(target=watchdog._watch_sensors, args=(release, host.paths, stop))
     thread.start()
     time.sleep(0.1)
-    before = watchdog.read_events("main", host.paths)
+    before = read_events("main", host.paths)
     set_buddyinfo(host, "fragmented")
     time.sleep(0.3)
     stop.set()
     thread.join()
     assert before == ()
-    assert [event.kind for event in watchdog.read_events("main", host.paths)] == ["fragmented"]
+    assert [event.kind for event in read_events("main", host.paths)] == ["fragmented"]
 
 
 @pytest.mark.parametrize(("limit", "size_bytes"), [("LIMIT_FILES", 0), ("LIMIT_BYTES", 40_000)])

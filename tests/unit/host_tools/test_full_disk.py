@@ -10,7 +10,7 @@ from simulated_ports import Disk
 from spark_contract import files
 from spark_host import __main__, status
 from spark_host.check import runner
-from spark_host.records import proof
+from spark_host.records import boot
 from spark_host.system import host as system
 from stub_host import REPOSITORY
 
@@ -67,7 +67,7 @@ def test_full_disk_removes_an_invalid_proof(host):
     host.engines[-1].kill()
     host.engines[-1].wait()
     assert not runner.check(release, on_full_disk(host), "full", str, "run-1").ok
-    assert proof.read(release.name, host.here) is None
+    assert boot.read_proof(release.name, host.here) is None
 
 
 @pytest.mark.parametrize(

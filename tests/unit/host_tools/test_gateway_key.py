@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from gateway_client import CHAT, OWN_KEY, QUESTION, running_gateway
 from spark_contract.tool import HostToolError
-from spark_host.gateway import gateway, traffic
+from spark_host.gateway import gateway
 from stub_host import REPOSITORY
 
 
@@ -45,7 +45,7 @@ def test_key_is_neither_in_engine_argv_nor_in_readable_files(client):
 @pytest.mark.slow
 def test_closed_traffic_returns_503_and_keeps_in_flight_responses(client):
     answer = client.start_long_answer()
-    traffic.close("main", client.host.paths)
+    gateway.close_traffic("main", client.host.paths)
     with client.send(CHAT, QUESTION) as refused:
         assert (refused.status, refused.headers["Retry-After"]) == (503, "10")
         assert json.load(refused)["error"]["type"] == "service_unavailable"

@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from gateway_client import CHAT, OWN_KEY, QUESTION, free_port, open_service, running_gateway
-from spark_host.gateway import traffic
+from spark_host.gateway import gateway
 
 LOST = 0
 
@@ -56,7 +56,7 @@ class Replicas:
         return ["other" if b"the other" in text else "own" for _, text in answers]
 
     def close_own(self):
-        traffic.close("main", self.client.host.paths)
+        gateway.close_traffic("main", self.client.host.paths)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from gateway_client import (
 from recording_engine import recording
 from spark_contract import files
 from spark_contract.tool import HostToolError
-from spark_host.gateway import nginx, traffic
+from spark_host.gateway import gateway, nginx
 
 from tests.nginx import MODULE
 
@@ -51,9 +51,9 @@ def test_path_alone_chooses_the_engine_without_configured_names(nginx_host):
 
         assert client.status(EMBEDDINGS, body, key=None) == 401
         assert client.status(EMBEDDINGS, method="GET") == 405
-        traffic.close("embed", nginx_host.paths)
+        gateway.close_traffic("embed", nginx_host.paths)
         assert (client.status(EMBEDDINGS, body), client.status(CHAT, body)) == (503, 200)
-        traffic.close("main", nginx_host.paths)
+        gateway.close_traffic("main", nginx_host.paths)
         assert client.status(CHAT, body) == 503
         assert client.received() == {"main": [CHAT]}
 
@@ -97,11 +97,11 @@ def test_key_and_allow_list_apply_with_several_services(services):
 
 def test_closed_service_returns_503_and_others_answer(services):
     paths = services.host.paths
-    traffic.close("embed", paths)
+    gateway.close_traffic("embed", paths)
     with services.send(CHAT, {"model": "embedder"}) as answer:
         assert (answer.status, answer.headers["Retry-After"]) == (503, "10")
     assert services.status(CHAT, {"model": "main-model"}) == 200
-    traffic.close("main", paths)
+    gateway.close_traffic("main", paths)
     assert services.status(CHAT, {"model": "ranker"}) == 200
     assert services.received() == {"main": [CHAT], "rank": [CHAT]}
     open_service(services.host, "embed")
@@ -160,15 +160,15 @@ def test_model_list_covers_all_open_services(services):
 
     assert listed() == ["main-model", "alias", "embedder", "org/ranker", "ranker"]
     assert services.received() == {name: ["/v1/models"] for name in NAMES}
-    traffic.close("main", paths)
+    gateway.close_traffic("main", paths)
     assert listed() == ["embedder", "org/ranker", "ranker"]
     paths.engine_socket("rank").unlink()
     assert listed() == ["embedder"]
     for malformed in (b"no json", b"[]", b'{"data": 7}', b""):
         services.engines["embed"].answer = malformed
         assert services.status("/v1/models") == 503
-    traffic.close("embed", paths)
-    traffic.close("rank", paths)
+    gateway.close_traffic("embed", paths)
+    gateway.close_traffic("rank", paths)
     assert services.status("/v1/models") == 503
 
 

@@ -9,7 +9,7 @@ from spark_host import status
 from spark_host.check import runner
 from spark_host.system import host as system
 from spark_host.system import systemd
-from spark_host.watch import watchdog
+from spark_host.system.host import record_event
 from stub_host import RELEASE
 
 from spark_deploy.hosts.status import Status
@@ -81,7 +81,7 @@ def test_status_of_a_service_with_rollback_and_events(host, read_status):
     release, here = host.release(), host.here
     here.disk.write(here.paths.known_good("main"), KnownGoodReleases(RELEASE, (OTHER,), "then"))
     here.disk.write(here.paths.rollback("main"), RollbackRecord("done", OTHER, RELEASE, "then"))
-    watchdog.record_event(release, "hot", "the GPU is at 91 °C", host.paths)
+    record_event(release, "hot", "the GPU is at 91 °C", host.paths)
     host_status = read_status()
     main = host_status.service("main")
     assert (main.known_good, main.active, main.traffic_open) == (RELEASE, RELEASE, False)

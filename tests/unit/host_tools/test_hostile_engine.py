@@ -13,7 +13,7 @@ from spark_contract.tool import HostToolError
 from spark_host import status
 from spark_host.engine import container, serve
 from spark_host.engine.client import Engine, EngineError
-from spark_host.gateway import traffic
+from spark_host.gateway import gateway
 from spark_host.system import docker, systemd
 from spark_host.watch import watchdog
 from stub_host import RELEASE, write_program
@@ -93,11 +93,11 @@ def test_opening_traffic_does_not_follow_a_symlink_at_the_socket(host, prepared,
                 link.unlink(missing_ok=True)
                 link.symlink_to(target)
             with pytest.raises((HostToolError, OSError)):
-                traffic.open_for(prepared, host.paths)
+                gateway.open_traffic(prepared, host.paths)
         status = docker_socket.stat()
     assert is_untouched(secret)
     assert (stat.S_IMODE(status.st_mode), status.st_gid) == (0o600, 0)
-    assert not traffic.is_open(prepared.service, host.paths)
+    assert not gateway.is_open(prepared.service, host.paths)
 
 
 @root_only
@@ -108,9 +108,9 @@ def test_opening_traffic_does_not_follow_a_symlink_at_the_traffic_file(host, pre
     with as_engine(), listening(host.paths.engine_socket(prepared.service)):
         traffic_file.symlink_to(secret)
         traffic_file.with_name(f".{traffic_file.name}.{os.getpid()}").symlink_to(secret)
-    traffic.open_for(prepared, host.paths)
+    gateway.open_traffic(prepared, host.paths)
     assert is_untouched(secret)
-    assert traffic.is_open(prepared.service, host.paths)
+    assert gateway.is_open(prepared.service, host.paths)
     assert not traffic_file.is_symlink()
     with as_engine(), pytest.raises(PermissionError):
         (folder / "more").touch()

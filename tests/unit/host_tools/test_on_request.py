@@ -12,9 +12,9 @@ from on_request_host import GIB, add_service, add_services, on_request_host
 from spark_contract.records import Stopped
 from spark_host.engine import on_request
 from spark_host.engine.client import Engine
-from spark_host.gateway import gateway, traffic
+from spark_host.engine.on_request import Limits, Switch
+from spark_host.gateway import gateway
 from spark_host.on_request import relay
-from spark_host.on_request.switch import Limits, Switch
 from spark_host.records import boot
 from spark_host.system.host import write_document
 from stub_host import wait_until
@@ -125,7 +125,7 @@ def test_disconnected_client_starts_no_service(start):
         wait_until(lambda: second.waiting == 0, "the relay notices")
         time.sleep(2)
         assert host.units.starts == ["first"]
-        assert traffic.is_open("first", host.here.paths)
+        assert gateway.is_open("first", host.here.paths)
 
 
 def test_disconnected_client_ends_its_response(start):
@@ -279,7 +279,7 @@ def test_manually_stopped_service_is_not_started(start):
 def test_serves_again_if_an_earlier_process_was_killed_while_it_drained(start):
     with start() as host:
         assert host.chat("model-1")[0] == 200
-        traffic.close("first", host.here.paths)
+        gateway.close_traffic("first", host.here.paths)
         assert host.chat("model-1")[0] == 200
         assert host.units.starts == ["first"]
 
@@ -327,8 +327,8 @@ def test_process_killed_at_any_step_leaves_services_startable(host, monkeypatch,
     units, here = add_services(host, monkeypatch)
     units.load_s = 0
     switch = Switch(here, Limits(serve_s=0, drain_s=0))
-    steps = [(traffic, "close"), (here.disk, "write"), (here.disk, "remove"), (units, "stop"),
-             (units, "start")]  # fmt: skip
+    steps = [(gateway, "close_traffic"), (here.disk, "write"), (here.disk, "remove"),
+             (units, "stop"), (units, "start")]  # fmt: skip
     killed = 0
 
     def change_to(service):
@@ -356,7 +356,7 @@ def test_process_killed_at_any_step_leaves_services_startable(host, monkeypatch,
             boot_again(units, here)
         for service in ("first", "second", "first"):
             assert change_to(service)
-            assert traffic.is_open(service, here.paths)
+            assert gateway.is_open(service, here.paths)
     assert killed >= len(steps)
 
 

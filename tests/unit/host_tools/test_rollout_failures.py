@@ -14,7 +14,7 @@ from spark_contract.release import Bench
 from spark_contract.tool import HostToolError
 from spark_contract.units import SERVE
 from spark_host.engine.client import EngineTimeoutError
-from spark_host.records import boot, proof
+from spark_host.records import boot
 from spark_host.rollout import rollout, steps
 from spark_host.rollout.record import Record
 
@@ -156,10 +156,10 @@ def test_failed_candidate_loses_only_its_own_proof(sim, phase, ok):
     host = sim.host()
     record = Record(release_of(A), host)
     record.data = replace(record.data, started_at="999999999", failed_phase=phase, reason="it died")
-    before = proof.read(A, host)
+    before = boot.read_proof(A, host)
     assert before is not None
     rollout.roll_back(release_of(A), None, host, record)
-    assert proof.read(A, host) == replace(before, ok=ok)
+    assert boot.read_proof(A, host) == replace(before, ok=ok)
     assert record.data.state == "failed-no-previous"
 
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from engine_checks import check, stored_proof
 from spark_host.check import speed
-from spark_host.records import boot, proof, versions
+from spark_host.records import boot, versions
 from spark_host.rollout import steps
-from spark_host.watch import watchdog
+from spark_host.system.host import read_events
 from stub_host import release_data
 
 OLD, NEW = f"main-{'a' * 12}", f"main-{'b' * 12}"
@@ -127,7 +127,7 @@ def test_speed_is_measured_once_per_version_set(host, monkeypatch):
     assert measure(host, release, monkeypatch)["phases"] == ["bench"]
     assert measure(host, release, monkeypatch)["phases"] == []
     check(host, release, "quick", run="run-2")
-    assert not proof.is_bench_due(release, stored_proof(host, release))
+    assert not boot.is_bench_due(release, stored_proof(host, release))
     assert measure(host, release, monkeypatch, driver="580.159")["phases"] == ["bench"]
 
 
@@ -142,7 +142,7 @@ def test_slowdown_after_upgrade_is_reported_with_a_revert_hint(host, monkeypatch
     lines = "\n".join(measure(host, release, monkeypatch, docker="29.2.1")["bench"])
     assert "clearly slower after docker 28.5.1 -> 29.2.1: one stream: " in lines
     assert "to revert: run `apt-get install --allow-downgrades docker-ce=5:28.5.1-1`" in lines
-    assert {event.kind for event in watchdog.read_events("main", host.paths)} == {"slower"}
+    assert {event.kind for event in read_events("main", host.paths)} == {"slower"}
     bench = stored_proof(host, release).bench
     assert bench["versions"]["docker"] == "29.2.1"
     assert "before" not in bench["before"], "the proof must not grow with each measurement"
@@ -165,7 +165,7 @@ def test_new_image_is_compared_with_the_previous_release(host, monkeypatch):
     assert stored.versions["plugin"] == "1" * 12
     boot.record_known_good(new, host.here)
     other_profile = release_with_bench(host, f"main-{'c' * 12}", profile="v2-tq")
-    assert proof.read_earlier_bench(other_profile, host.here) is None
+    assert boot.read_earlier_bench(other_profile, host.here) is None
 
 
 def test_packages_are_in_apt_format(monkeypatch):

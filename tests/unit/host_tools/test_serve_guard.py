@@ -9,6 +9,7 @@ from engine_checks import check, check_at_start, stored_proof
 from spark_host.engine import container
 from spark_host.engine.memory import GIB
 from spark_host.system import docker, systemd
+from spark_host.system.host import read_events
 from spark_host.watch import start_guard, watchdog
 from stub_host import wait_until
 
@@ -77,7 +78,7 @@ def test_engine_below_the_floor_is_killed_while_it_loads(host, meminfo):
     )
     memory = stored_proof(host, release).start_memory
     assert memory.lowest_bytes == int(3.25 * GIB)
-    assert watchdog.read_events("main", host.paths)[0].kind == "starving"
+    assert read_events("main", host.paths)[0].kind == "starving"
 
 
 @pytest.mark.usefixtures("pidfd", "meminfo")

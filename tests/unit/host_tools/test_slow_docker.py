@@ -8,7 +8,7 @@ from spark_contract import files
 from spark_contract.records import FullCheck, Proof
 from spark_host import jobs
 from spark_host.engine import serve
-from spark_host.records import proof, versions
+from spark_host.records import boot, versions
 from spark_host.system import docker, programs, systemd
 from stub_host import write_program
 
@@ -116,7 +116,7 @@ def test_proof_stays_valid_if_docker_is_late(host, late):
     full = FullCheck("run", files.now(), now)
     result = Proof(release.name, release.digest, "run", "full", True, full.checked_at, (), now,
                    {}, False, (), full)  # fmt: skip
-    assert proof.unproven_reason(result, release.digest, "run", versions.read()) is None
+    assert boot.unproven_reason(result, release.digest, "run", versions.read()) is None
 
 
 def test_slow_docker_does_not_mark_release_broken(host, late):

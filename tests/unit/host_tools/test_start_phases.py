@@ -3,8 +3,8 @@ from engine_checks import check, check_at_start, stored_proof
 from simulated_host import A, SimulatedHost
 from spark_contract.tool import COMPILING
 from spark_host.check import runner
-from spark_host.engine import logs, start_phases
-from spark_host.engine.start_phases import StartPhases
+from spark_host.engine import logs
+from spark_host.engine.logs import StartPhases
 from spark_host.rollout import steps
 
 from tests.receipts import source_receipt
@@ -53,7 +53,7 @@ def test_ignores_unknown_log_lines_and_lines_after_startup(host):
 @pytest.mark.parametrize(("change_gb", "text"), [(-30, "30.0 of"), (5, "0.0 of"), (-99, "70.0 of")])
 def test_loading_progress_is_the_memory_used_since_the_start(host, monkeypatch, change_gb, text):
     available = [10**11, 10**11 + change_gb * 10**9]
-    monkeypatch.setattr(start_phases, "available_bytes", lambda: available.pop(0))
+    monkeypatch.setattr(logs, "available_bytes", lambda: available.pop(0))
     tree, gb = host.paths.root / "tree", 10**9
     tree.mkdir()
     sizes = {"1.safetensors": 40 * gb, "2.safetensors": 30 * gb, "tokenizer.json": gb}

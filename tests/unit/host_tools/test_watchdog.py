@@ -13,6 +13,7 @@ from spark_host.engine import container
 from spark_host.engine.client import Engine, EngineError, Metrics
 from spark_host.gateway import gateway
 from spark_host.system import docker
+from spark_host.system.host import read_events
 from spark_host.watch import sensors, watchdog
 from spark_host.watch.watchdog import StallDetector
 from stub_host import RELEASE, write_program
@@ -156,7 +157,7 @@ def test_engine_with_pidfd_and_its_unit_are_killed_without_docker(
     watchdog.kill_engine(host.release(), "starving", "too little", pidfd, host.paths)
     assert engine.wait(5) == -9
     assert systemctl_calls == [KILL_UNIT]
-    events = watchdog.read_events("main", host.paths)
+    events = read_events("main", host.paths)
     assert [event.kind for event in events] == ["starving", "kill"]
     assert events[0].text == "too little; killing the engine"
 
@@ -177,7 +178,7 @@ def test_hanging_docker_does_not_stop_the_watchdog(host, systemctl_calls, monkey
     watchdog.kill_engine(host.release(), "stalled", "nothing moves", None, host.paths)
 
     assert systemctl_calls == [KILL_UNIT]
-    assert "docker kill: did not exit within" in watchdog.read_events("main", host.paths)[-1].text
+    assert "docker kill: did not exit within" in read_events("main", host.paths)[-1].text
 
 
 @pytest.mark.usefixtures("systemctl_calls")
@@ -248,7 +249,7 @@ def test_hanging_driver_and_gateway_error_do_not_delay_memory_samples(host, monk
     monkeypatch.setattr(gateway, "apply_address_change", follow)
     run_watchdog(host, monkeypatch, max_samples=20)
     assert follows.is_set()
-    assert "/proc/1234/fd" in watchdog.read_events("main", host.paths)[-1].text
+    assert "/proc/1234/fd" in read_events("main", host.paths)[-1].text
 
 
 def test_pidfd_is_opened_only_for_this_container(engine, monkeypatch):

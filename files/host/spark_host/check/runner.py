@@ -25,10 +25,10 @@ from spark_host.check.checks import CHECKS
 from spark_host.check.probe import CheckError, Probe
 from spark_host.engine import compile_cache, logs
 from spark_host.engine.client import Engine, EngineError
+from spark_host.engine.logs import StartPhases
 from spark_host.engine.memory import GIB
-from spark_host.engine.start_phases import StartPhases
-from spark_host.gateway import traffic
-from spark_host.records import boot, proof, versions
+from spark_host.gateway import gateway
+from spark_host.records import boot, versions
 from spark_host.system import cluster, systemd
 from spark_host.system.host import Host
 from spark_host.system.programs import Report
@@ -36,7 +36,7 @@ from spark_host.watch.start_guard import StartGuard
 
 _PROGRESS_INTERVAL_S = 5.0
 _PHASE_INTERVAL_S = 1.0
-_LEVEL_FLAGS = {f"--{level}": level for level in proof.LEVELS}
+_LEVEL_FLAGS = {f"--{level}": level for level in boot.LEVELS}
 _USAGE = (
     "use check [RELEASE] [--quick|--full|--deep] [--json], check --record [FILE], "
     "check --compare RELEASE"
@@ -72,7 +72,7 @@ def check(
     guard = StartGuard(release, host.paths) if at_start else None
     with guard or nullcontext():
         before = invocation_id or systemd.read_invocation_id(release.serve_unit) or ""
-        earlier = proof.read(release.name, host)
+        earlier = boot.read_proof(release.name, host)
         if earlier is not None and earlier.invocation_id != before:
             earlier = None
         # The journal may have dropped lines since an earlier check of this run.
@@ -144,7 +144,7 @@ def _check_worker(membership: Membership, level: str, report: Report) -> list[Fi
 def write_proof(result: Proof, host: Host, report: Report) -> None:
     """Write the proof; on a full disk, only report the error and remove the proof if it failed."""
     try:
-        proof.write(result, host)
+        boot.write_proof(result, host)
     except OSError as error:
         report(f"cannot write the proof: {error}")
         if not result.ok:
@@ -170,10 +170,10 @@ def _read_cache_count(probe: Probe) -> CacheCount | None:
 def _run_checks(probe: Probe, level: str, report: Report) -> list[Finding]:
     with suppress(EngineError):
         probe.metrics_before = probe.engine.metrics()
-    rank = proof.LEVELS.index(level)
+    rank = boot.LEVELS.index(level)
     findings = []
     for item in CHECKS:
-        if proof.LEVELS.index(item.level) > rank or not item.applies(probe.plan):
+        if boot.LEVELS.index(item.level) > rank or not item.applies(probe.plan):
             continue
         start = time.monotonic()
         probe.deadline_s = start + probe.plan.timeout_s
@@ -369,5 +369,5 @@ def main(args: list[str], paths: Paths) -> int:
         print(f"{release.name}: {level} check {verdict}", flush=True)
     may_open = at_start and result.ok and not cluster.is_worker(release, paths)
     if may_open and boot.opens_at_start(release, host):
-        traffic.open_for(release, paths)
+        gateway.open_traffic(release, paths)
     return 0 if result.ok else 1

@@ -18,10 +18,9 @@ from spark_contract.records import CompileCache
 from spark_contract.release import READY, Release
 from spark_contract.tool import COMPILING, PHASE
 
-from spark_host.engine import container
-from spark_host.records import boot, proof, versions
+from spark_host.records import boot, versions
 from spark_host.system import folders
-from spark_host.system.host import Host
+from spark_host.system.host import Host, find_account
 from spark_host.system.programs import Report
 
 # A real cache is several times smaller.
@@ -51,7 +50,7 @@ def prepare(release: Release, host: Host, report: Report) -> None:
     _discard(folder)
     source = _find_source(release, driver, host)
     if source is None or not _copy(host.paths.below(str(source.cache)), folder, report):
-        source, owner = None, container.engine_account(release)
+        source, owner = None, find_account(release.engine.user)
         folders.create(folder, owner.pw_uid, owner.pw_gid, 0o755)
         report(f"{PHASE}cache the compile cache starts empty")
     _write(state_file, CompileCache(driver, source.name if source else None, run), host, report)
@@ -101,11 +100,11 @@ def _is_usable(release: Release, driver: str, host: Host) -> bool:
     ):
         return False
     folder = host.paths.below(release.cache)
-    return folder.is_dir() and folder.lstat().st_uid == container.engine_account(release).pw_uid
+    return folder.is_dir() and folder.lstat().st_uid == find_account(release.engine.user).pw_uid
 
 
 def _is_rejected(release: Release, state: CompileCache, host: Host) -> bool:
-    result = proof.read(release.name, host)
+    result = boot.read_proof(release.name, host)
     if result is None or result.invocation_id != state.invocation_id:
         return False
     was_ready = any(finding.name == READY and finding.ok for finding in result.checks)

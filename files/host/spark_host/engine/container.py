@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pwd
 import re
 import signal
 from contextlib import suppress
@@ -13,11 +12,12 @@ from spark_contract import files
 from spark_contract.machine import libcuda_version
 from spark_contract.paths import ENGINE_SOCKET, Paths
 from spark_contract.release import Release
-from spark_contract.tool import MAKE_USERS, HostToolError
+from spark_contract.tool import HostToolError
 from spark_contract.units import RELEASE_LABEL, SERVICE_LABEL
 
 from spark_host.records import versions
 from spark_host.system import cluster, docker
+from spark_host.system.host import find_account
 from spark_host.system.programs import ProgramTimeoutError, Report, log, read_output
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -29,7 +29,7 @@ _KILL_TIMEOUT_S = 20.0
 def docker_argv(release: Release, paths: Paths) -> list[str]:
     """Return the ``docker run`` command, without the engine's variables."""
     run_folder, socket_folder = paths.engine_run(release.service), Path(ENGINE_SOCKET).parent
-    user = engine_account(release)
+    user = find_account(release.engine.user)
     argv = ["docker", "run", "--rm", "--restart", "no", "--name", release.container]
     argv += ["--label", f"{RELEASE_LABEL}={release.name}"]
     argv += ["--label", f"{SERVICE_LABEL}={release.service}"]
@@ -48,17 +48,6 @@ def docker_argv(release: Release, paths: Paths) -> list[str]:
     if member is None:
         return [*argv, release.image.tag, *release.engine.argv]
     return [*argv, *member.docker_args, release.image.tag, *release.engine.argv, *member.argv]
-
-
-def engine_account(release: Release) -> pwd.struct_passwd:
-    try:
-        return pwd.getpwnam(release.engine.user)
-    except KeyError as error:
-        raise HostToolError(
-            f"account {release.engine.user}",
-            "does not exist on this host",
-            f"{MAKE_USERS}, or run the deploy again",
-        ) from error
 
 
 def write_environment(release: Release, paths: Paths) -> None:

@@ -23,10 +23,10 @@ from spark_contract.units import DIGEST_LABEL, SERVE, SWITCH
 from spark_host.engine import compile_cache, container, memory, on_request
 from spark_host.engine.client import Engine, find_dialect
 from spark_host.engine.memory import GIB, meminfo
-from spark_host.gateway import traffic
+from spark_host.gateway import gateway
 from spark_host.records import boot
 from spark_host.system import docker, folders
-from spark_host.system.host import Host, load_release
+from spark_host.system.host import Host, find_account, load_release
 from spark_host.system.programs import Report, log
 
 _DOCKER_TIMEOUT_S = 90.0
@@ -46,7 +46,7 @@ def prepare(name: str, paths: Paths) -> int:
     """Close traffic, remove leftovers, verify artifacts and free memory."""
     release, host = load_release(name, paths), Host(paths)
     _reject_second_engine(release, _lock_holder(release.service, paths))
-    traffic.close(release.service, paths)
+    gateway.close_traffic(release.service, paths)
     _wait_for_docker()
     docker.remove_container(release.container)
     container.refresh_cdi(log, paths)
@@ -57,13 +57,11 @@ def prepare(name: str, paths: Paths) -> int:
     on_request.free_memory(release, host, log)
     memory.wait_for_memory(release, log)
     memory.prepare_blocks(release, log)
-    traffic.make_folder(release.service, paths)
+    gateway.make_traffic_folder(release.service, paths)
     socket_folder = paths.engine_run(release.service)
     socket_folder.parent.mkdir(mode=0o755, exist_ok=True)
-    owner, group = (
-        container.engine_account(release).pw_uid,
-        traffic.group_id(release.service, paths),
-    )
+    owner = find_account(release.engine.user).pw_uid
+    group = gateway.group_id(release.service, paths)
     folders.create(socket_folder, owner, group, 0o710)
     folders.remove_entries(socket_folder)
     compile_cache.prepare(release, host, log)
@@ -97,7 +95,7 @@ def after_stop(name: str, paths: Paths) -> int:
     release = load_release(name, paths)
     is_last = _lock_holder(release.service, paths) in (None, release.name)
     if is_last:  # before docker, which may be slow
-        traffic.close(release.service, paths)
+        gateway.close_traffic(release.service, paths)
     docker.remove_container(release.container)
     files.remove(paths.engine_environment(release.name))
     if is_last:

@@ -1,9 +1,12 @@
-"""Starts and reloads a gateway's nginx, compares it with the settings, and creates the API key."""
+"""Starts and reloads a gateway's nginx, opens and closes its traffic, and creates the API key.
+
+While the traffic file of a service exists, the gateway forwards requests. It is on a tmpfs, so
+traffic is closed after a boot. Closing does not interrupt in-flight requests.
+"""
 
 from __future__ import annotations
 
 import os
-import pwd
 import re
 import secrets
 import signal
@@ -15,11 +18,11 @@ from spark_contract import files, units
 from spark_contract.gateway import EXPOSURES, Gateway
 from spark_contract.paths import Paths
 from spark_contract.release import Release
-from spark_contract.tool import MAKE_USERS, HostToolError
+from spark_contract.tool import HostToolError
 
 from spark_host.gateway import keys, listeners, nginx
-from spark_host.system import systemd
-from spark_host.system.host import load_gateway, locked
+from spark_host.system import folders, systemd
+from spark_host.system.host import find_account, load_gateway, locked
 from spark_host.system.programs import run_program
 
 _LISTEN_TIMEOUT_S = 20
@@ -119,14 +122,9 @@ def key_problem(service: str, paths: Paths) -> str | None:
 def find_problem(release: Release, paths: Paths) -> HostToolError | None:
     try:
         nginx.find_program(paths)
-        user = load_gateway(release.service, paths).user
+        group_id(release.service, paths)
     except HostToolError as error:
         return error
-    try:
-        pwd.getpwnam(user)
-    except KeyError:
-        fix = f"{MAKE_USERS}, or run the deploy again"
-        return HostToolError(f"account {user}", "does not exist on this host", fix)
     return None
 
 
@@ -245,3 +243,33 @@ def read_key(settings: Gateway, paths: Paths) -> str:
         fix = f"remove {path} and run the deploy, which creates a new key"
         raise HostToolError(str(path), message, fix)
     return key
+
+
+def is_open(service: str, paths: Paths) -> bool:
+    return paths.traffic(service).exists()
+
+
+def close_traffic(service: str, paths: Paths) -> None:
+    if paths.service_run(service).is_dir():
+        files.remove(paths.traffic(service))
+
+
+def open_traffic(release: Release, paths: Paths) -> None:
+    service = release.service
+    make_traffic_folder(service, paths)
+    # vLLM creates the socket only for its account.
+    with folders.opened_socket(paths.engine_socket(service)) as socket:
+        os.chown(socket, 0, group_id(service, paths))
+        os.chmod(socket, 0o660)
+    # The gateway reads the names, because an older release may serve other names.
+    lines = "".join(f"{line}\n" for line in (release.name, *release.names))
+    files.write_text(paths.traffic(service), lines)
+
+
+def make_traffic_folder(service: str, paths: Paths) -> None:
+    paths.run.mkdir(mode=0o755, parents=True, exist_ok=True)
+    folders.create(paths.service_run(service), 0, group_id(service, paths), 0o710)
+
+
+def group_id(service: str, paths: Paths) -> int:
+    return find_account(load_gateway(service, paths).user).pw_gid

@@ -22,7 +22,7 @@ from spark_contract.gateway import Gateway
 from spark_contract.paths import Paths, job_dir
 from spark_contract.tool import HostToolError
 
-from spark_host.gateway import listeners, traffic
+from spark_host.gateway import listeners
 from spark_host.gateway.listeners import Listener
 
 _RESPONSE = "(?<id>resp_[A-Za-z0-9_-]+)"
@@ -225,7 +225,8 @@ def render_config(settings: Gateway, paths: Paths) -> str:
         raise HostToolError("nginx", f"the JavaScript module {module} is missing", fix)
     values = {
         "USER": settings.user,
-        "GROUP": traffic.group_name(settings.user),
+        # Debian's "nobody" is in the group "nogroup".
+        "GROUP": "nogroup" if settings.user == "nobody" else settings.user,
         "RUN": str(run),
         "BODIES": str(body_folder(settings, paths)),
         "LARGE_BODIES": str(LARGE_BODIES),

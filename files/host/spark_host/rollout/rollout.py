@@ -18,7 +18,7 @@ from spark_contract.status import NamedRelease, Rollback
 from spark_contract.tool import HostToolError, Problem
 from spark_contract.units import SWITCH
 
-from spark_host.records import boot, proof
+from spark_host.records import boot
 from spark_host.rollout import steps
 from spark_host.rollout.record import Record, begin
 from spark_host.rollout.steps import Host
@@ -109,7 +109,7 @@ def roll_back(release: Release, old: Release | None, host: Host, record: Record)
         # Before the start, a candidate has only logs of earlier runs.
         if not record.data.log_tail and record.data.failed_phase not in _BEFORE_START:
             record.set(log_tail=steps.read_log_tail(release, host))
-        host.traffic.close(release.service, host.paths)
+        host.gateway.close_traffic(release.service, host.paths)
         steps.stop(release.serve_unit, host)
         host.units.reset_failed(release.serve_unit)
         _withdraw(release, host, record)
@@ -134,7 +134,7 @@ def _withdraw(release: Release, host: Host, record: Record) -> None:
     """Remove the records of a failed candidate."""
     phases, undo = (*record.data.times_s, record.data.failed_phase), []
     if "start" in phases:
-        undo.append(partial(proof.invalidate, release, host))
+        undo.append(partial(boot.invalidate_proof, release, host))
     # Only this phase records a known-good release.
     if "enable" in phases:
         undo.append(partial(boot.withdraw_known_good, release, host))

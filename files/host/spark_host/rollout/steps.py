@@ -20,14 +20,13 @@ from spark_host.engine import logs
 from spark_host.engine import serve as serve_engines
 from spark_host.engine.client import EngineError, EngineTimeoutError
 from spark_host.gateway import gateway as real_gateway
-from spark_host.gateway import traffic as real_traffic
-from spark_host.records import boot, proof
+from spark_host.records import boot
 from spark_host.rollout.record import Record
 from spark_host.system import cluster
 from spark_host.system.host import Host as SystemHost
+from spark_host.system.host import record_event
 from spark_host.system.programs import Report, log
 from spark_host.system.systemd import UnitState, is_queued
-from spark_host.watch import watchdog
 
 _REPORT_INTERVAL_S = 5.0
 _TAIL_LINES = 200
@@ -48,11 +47,8 @@ class Gateway(Protocol):
     def find_problem(self, release: Release, paths: Paths) -> HostToolError | None: ...
     def start_or_reload(self, release: Release, paths: Paths) -> None: ...
     def wait_until_listening(self, service: str, paths: Paths) -> None: ...
-
-
-class Traffic(Protocol):
-    def close(self, service: str, paths: Paths) -> None: ...
-    def open_for(self, release: Release, paths: Paths) -> None: ...
+    def close_traffic(self, service: str, paths: Paths) -> None: ...
+    def open_traffic(self, release: Release, paths: Paths) -> None: ...
 
 
 class Check(Protocol):
@@ -65,7 +61,6 @@ class Check(Protocol):
 class Host(SystemHost):
     engines: Engines = serve_engines
     gateway: Gateway = real_gateway
-    traffic: Traffic = real_traffic
     check: Check = runner
 
 
@@ -87,16 +82,16 @@ def is_proven(release: Release, host: Host) -> bool:
     if not host.units.is_active(release.serve_unit):
         return False
     invocation = host.units.read_invocation_id(release.serve_unit)
-    last = proof.read(release.name, host)
+    last = boot.read_proof(release.name, host)
     versions = host.check.read_versions()
-    return proof.unproven_reason(last, release.digest, invocation, versions) is None
+    return boot.unproven_reason(last, release.digest, invocation, versions) is None
 
 
 def replace_running(release: Release, old: Release | None, host: Host, record: Record) -> None:
     """Stop the running release, start, check and activate the new release."""
     running = host.release(boot.active_release(release.service, host)) or old
     with record.phase("drain"):
-        host.traffic.close(release.service, host.paths)
+        host.gateway.close_traffic(release.service, host.paths)
         if running is not None:
             drain(running, host, record)
     with record.phase("stop"):
@@ -134,11 +129,11 @@ def activate(release: Release, host: Host, record: Record) -> None:
 
 def measure_speed(release: Release, host: Host, record: Record) -> None:
     """Measure the speed unless it is known for the installed versions; report a slowdown."""
-    last = proof.read(release.name, host)
-    if last is None or last.last_full is None or not proof.is_bench_due(release, last):
+    last = boot.read_proof(release.name, host)
+    if last is None or last.last_full is None or not boot.is_bench_due(release, last):
         return
     with record.phase("bench"):
-        before = proof.read_earlier_bench(release, host)
+        before = boot.read_earlier_bench(release, host)
         try:
             bench = host.check.speed(release, host.paths, record.report)
         except speed.NotMeasuredError as error:
@@ -150,15 +145,13 @@ def measure_speed(release: Release, host: Host, record: Record) -> None:
         record.set(bench=tuple(speed.describe(result)))
         hints = " or ".join(result["revert"]) or "none known"
         for item in result["worse"]:
-            watchdog.record_event(
-                release, "slower", f"{item['text']}; to revert: {hints}", host.paths
-            )
+            record_event(release, "slower", f"{item['text']}; to revert: {hints}", host.paths)
 
 
 def open_traffic(release: Release, host: Host) -> None:
     if not cluster.is_worker(release, host.paths):
         host.gateway.start_or_reload(release, host.paths)
-        host.traffic.open_for(release, host.paths)
+        host.gateway.open_traffic(release, host.paths)
 
 
 def drain(old: Release, host: Host, record: Record) -> None:
@@ -227,7 +220,7 @@ def _step_text(lines: list[str]) -> str:
 
 
 def _describe_start_failure(release: Release, state: UnitState, host: Host) -> str:
-    last = proof.read(release.name, host)
+    last = boot.read_proof(release.name, host)
     failure = f"{release.serve_unit} did not start ({state.get('Result')})"
     if last and not last.ok and last.invocation_id == state.get("InvocationID"):
         failure = _describe_failures(last)

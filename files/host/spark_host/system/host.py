@@ -1,9 +1,15 @@
-"""Access to a host's documents, releases, systemd and clock, which tests simulate."""
+"""Access to a host's documents, releases, events, accounts, systemd and clock.
+
+Tests simulate :class:`Host`.
+"""
 
 from __future__ import annotations
 
 import fcntl
+import json
 import os
+import pwd
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -15,14 +21,17 @@ from spark_contract import documents, files
 from spark_contract.documents import DocumentError
 from spark_contract.gateway import Gateway
 from spark_contract.paths import Paths
+from spark_contract.records import Event
 from spark_contract.release import Release, parse_service
-from spark_contract.tool import HostToolError
+from spark_contract.tool import MAKE_USERS, HostToolError
 from spark_contract.units import RELEASE_NAME
 
 from spark_host.system import systemd
 from spark_host.system.systemd import UnitState
 
 _T = TypeVar("_T")
+_MAX_EVENTS = 1000
+_event_lock = threading.Lock()
 
 
 def default_paths() -> Paths:
@@ -78,6 +87,34 @@ def locked(path: Path, *, wait: bool = False) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def find_account(user: str) -> pwd.struct_passwd:
+    try:
+        return pwd.getpwnam(user)
+    except KeyError as error:
+        fix = f"{MAKE_USERS}, or run the deploy again"
+        raise HostToolError(f"account {user}", "does not exist on this host", fix) from error
+
+
+def record_event(release: Release, kind: str, text: str, paths: Paths) -> None:
+    """Append an event to the service's file, and print it to the journal."""
+    path = paths.events(release.service)
+    line = documents.to_plain(Event(files.now(), release.name, kind, text))
+    print(f"{kind}: {text}", flush=True)
+    try:
+        with _event_lock:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lines = path.read_text().splitlines()[-_MAX_EVENTS + 1 :] if path.exists() else []
+            files.write_text(path, "\n".join([*lines, json.dumps(line)]) + "\n")
+    except OSError as error:  # a full disk must not stop the watchdog
+        print(f"cannot write the event: {error}", flush=True)
+
+
+def read_events(service: str, paths: Paths) -> tuple[Event, ...]:
+    path = paths.events(service)
+    lines = path.read_text().splitlines()[-10:] if path.exists() else ()
+    return tuple(documents.parse(Event, line) for line in lines)
 
 
 class Disk:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Collection, Iterable, Iterator
 from datetime import datetime, timezone
 from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 from spark_contract import receipts
 from spark_contract.paths import RECEIPT_NAME, Paths
@@ -17,12 +20,14 @@ from spark_contract.release import Release
 from spark_contract.tool import HostToolError, Problem
 from spark_contract.units import GATEWAY, WATCH
 
-from spark_host.records import boot, proof
+from spark_host.records import boot
 from spark_host.system import folders, programs
 from spark_host.system.host import Host, load_gateway
 from spark_host.system.programs import log
-from spark_host.watch import checkpoint_hashes
 
+HASH_DAYS = 14  # in which all bytes of the served checkpoints are hashed
+_DAILY_LIMIT_S = 900.0  # of hashing; on a slow disk, all bytes take longer than HASH_DAYS
+_BUFFER_BYTES = 8 << 20
 CERTIFICATE_DAYS = 30
 PROOF_DAYS = 60
 JOURNAL_BYTES = 4 << 30
@@ -43,7 +48,7 @@ def inspect_host(host: Host) -> DailyReport:
 
     def hash_checkpoints() -> Iterator[Problem]:
         nonlocal damage, position
-        problems, position = checkpoint_hashes.hash_next(trees, position, damage)
+        problems, position = hash_next(trees, position, damage)
         damage = tuple(problems)
         yield from problems.values()
 
@@ -146,7 +151,7 @@ def _clock(running: list[Release], host: Host) -> Iterator[Problem]:
         fix = "run `timedatectl set-ntp true` and check that a time server can be reached"
         yield Problem("clock", "is not synchronized", fix)
     for release in running:
-        age_s = _proof_age_s(proof.read(release.name, host))
+        age_s = _proof_age_s(boot.read_proof(release.name, host))
         if age_s is not None and age_s < -_MAX_CLOCK_ERROR_S:
             hours = -age_s / 3600
             message = f"went back: the proof of {release.name} is dated {hours:.0f} h in the future"
@@ -177,7 +182,7 @@ def _checkpoints_needed_at_boot(releases: list[Release], host: Host) -> dict[str
 
 def _stale_proof_problems(running: list[Release], host: Host) -> Iterator[Problem]:
     for release in running:
-        age_s = _proof_age_s(proof.read(release.name, host))
+        age_s = _proof_age_s(boot.read_proof(release.name, host))
         if age_s is None:
             yield Problem("proof", f"{release.name} runs without a proof", "run `spark-check`")
         elif age_s > PROOF_DAYS * _DAY_S:
@@ -213,6 +218,83 @@ def _proof_age_s(last: Proof | None) -> float | None:
     except ValueError:
         return None
     return (datetime.now(timezone.utc) - checked).total_seconds()
+
+
+class _Part(NamedTuple):
+    tree: Path
+    name: str
+    offset: int
+    size_bytes: int
+    sha256: str
+
+    @property
+    def key(self) -> str:
+        return f"{self.tree / self.name}@{self.offset}"
+
+
+def hash_next(
+    trees: Iterable[Path], position: int, damaged: Collection[str] = ()
+) -> tuple[dict[str, Problem], int]:
+    """Hash the parts that were ``damaged`` before, then the next 1/14 of the bytes in ``trees``.
+
+    Returns a problem for each damaged part, and the position of the next part.
+    """
+    parts = [part for tree in dict.fromkeys(trees) for part in _list_parts(tree)]
+    hashed = [part for part in parts if part.key in damaged]
+    damaged_count = len(hashed)
+    remaining_bytes = sum(part.size_bytes for part in parts) / HASH_DAYS
+    for _ in parts:
+        if remaining_bytes <= 0:
+            break
+        part = parts[position % len(parts)]
+        hashed.append(part)
+        remaining_bytes -= part.size_bytes
+        position = (position + 1) % len(parts)
+    deadline_s = time.monotonic() + _DAILY_LIMIT_S
+    problems: dict[str, Problem] = {}
+    for number, part in enumerate(hashed):
+        if number >= damaged_count and time.monotonic() > deadline_s:
+            return problems, (position - (len(hashed) - number)) % len(parts)
+        if problem := _verify_part(part):
+            problems[part.key] = problem
+    return problems, position
+
+
+def _list_parts(tree: Path) -> Iterator[_Part]:
+    receipt = receipts.find_receipt(tree)
+    for file in receipt.files if receipt else ():
+        offset = 0
+        lines = file.pieces or ((f"{file.size_bytes}:{file.sha256}",) if file.sha256 else ())
+        for line in lines:
+            size, _, sha256 = line.partition(":")
+            yield _Part(tree, file.path, offset, int(size), sha256)
+            offset += int(size)
+
+
+def _verify_part(part: _Part) -> Problem | None:
+    digest, end = hashlib.sha256(), part.offset + part.size_bytes
+    try:
+        with (part.tree / part.name).open("rb", buffering=0) as content:
+            # Read from the disk, not from the page cache, and leave the memory to the engine.
+            os.posix_fadvise(content.fileno(), part.offset, part.size_bytes, os.POSIX_FADV_DONTNEED)
+            content.seek(part.offset)
+            while chunk := content.read(min(_BUFFER_BYTES, end - content.tell())):
+                digest.update(chunk)
+            os.posix_fadvise(content.fileno(), part.offset, part.size_bytes, os.POSIX_FADV_DONTNEED)
+    except OSError as error:
+        return _damage_problem(part, f"cannot be read ({error.strerror})")
+    if digest.hexdigest() != part.sha256:
+        return _damage_problem(part, f"bytes from {part.offset:,} on differ from the receipt")
+    return None
+
+
+def _damage_problem(part: _Part, message: str) -> Problem:
+    receipt = part.tree / RECEIPT_NAME
+    file = part.tree / part.name
+    # After `touch`, other checkpoints with a hard link to the file hash it again.
+    command = f"touch {file}; rm {receipt}"
+    fix = f"check the disk (smartctl, journalctl -k), run `{command}`, then deploy again"
+    return Problem("checkpoint", f"{file} is damaged: {message}", fix)
 
 
 def main(args: list[str], paths: Paths) -> int:

@@ -15,6 +15,7 @@ from spark_contract.release import FRAGMENTED, STARVING, Release
 
 from spark_host.engine import container, logs
 from spark_host.engine.memory import MemoryFloor, available_bytes, defragment, read_free_blocks
+from spark_host.system.host import record_event
 from spark_host.watch import watchdog
 
 _SAMPLE_INTERVAL_S = 0.25
@@ -97,7 +98,7 @@ class StartGuard:
             if not self._is_low():
                 continue
             if problem := defragment():
-                watchdog.record_event(self._release, FRAGMENTED, problem, self._paths)
+                record_event(self._release, FRAGMENTED, problem, self._paths)
                 return
             rest_s = min(2 * rest_s, _LONGEST_REST_S) if self._is_low() else _DEFRAGMENT_REST_S
             self._stop.wait(rest_s - _BLOCKS_INTERVAL_S)
@@ -117,6 +118,6 @@ class StartGuard:
         self.kill_reason = f"{stopped}; fix: {_FIX}"
         # Kill before writing the event, which could block while memory is short.
         problem = container.kill_container(self._release.container, self._pidfd)
-        watchdog.record_event(self._release, STARVING, stopped, self._paths)
+        record_event(self._release, STARVING, stopped, self._paths)
         self._event_written.set()
         watchdog.ensure_unit_stops(problem, self._release, self._paths)

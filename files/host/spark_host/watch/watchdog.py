@@ -6,17 +6,14 @@ systemd then restarts the unit, up to the start limit.
 from __future__ import annotations
 
 import contextlib
-import json
 import socket
 import subprocess
 import threading
 import time
 from dataclasses import dataclass
 
-from spark_contract import documents, files
 from spark_contract.machine import FreeBlocks
 from spark_contract.paths import Paths
-from spark_contract.records import Event
 from spark_contract.release import FRAGMENTED, KILLED, STALLED, STARVING, Release, Watch
 from spark_contract.tool import HostToolError
 
@@ -26,10 +23,9 @@ from spark_host.engine.memory import MemoryFloor, available_bytes, read_free_blo
 from spark_host.gateway import gateway
 from spark_host.records import boot
 from spark_host.system import cluster, systemd
-from spark_host.system.host import Host, load_release
+from spark_host.system.host import Host, load_release, record_event
 from spark_host.watch import sensors
 
-_MAX_EVENTS = 1000
 _UNFRAGMENTED_S = 600.0  # after this time, new fragmentation causes another event
 _SENSORS_INTERVAL_S = 20.0
 _METRICS_TIMEOUT_S = 5.0
@@ -40,7 +36,6 @@ _SILENCE_LIMIT_S = 10.0  # of a member on the fabric
 _BACKLOG = 64
 _EVENT_WAIT_S = 2.0
 _UNIT_STOP_TIMEOUT_S = 20.0
-_event_lock = threading.Lock()
 
 
 @dataclass(slots=True)
@@ -271,23 +266,3 @@ def ensure_unit_stops(problem: str, release: Release, paths: Paths) -> None:
         problem = f"the unit is still active after {_UNIT_STOP_TIMEOUT_S:.0f} s"
     record_event(release, KILLED, f"{problem}; killing the unit", paths)
     systemd.systemctl("kill", "--signal=KILL", release.serve_unit)
-
-
-def record_event(release: Release, kind: str, text: str, paths: Paths) -> None:
-    """Append an event to the service's file, and print it to the journal."""
-    path = paths.events(release.service)
-    line = documents.to_plain(Event(files.now(), release.name, kind, text))
-    print(f"{kind}: {text}", flush=True)
-    try:
-        with _event_lock:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            lines = path.read_text().splitlines()[-_MAX_EVENTS + 1 :] if path.exists() else []
-            files.write_text(path, "\n".join([*lines, json.dumps(line)]) + "\n")
-    except OSError as error:  # a full disk must not stop the watchdog
-        print(f"cannot write the event: {error}", flush=True)
-
-
-def read_events(service: str, paths: Paths) -> tuple[Event, ...]:
-    path = paths.events(service)
-    lines = path.read_text().splitlines()[-10:] if path.exists() else ()
-    return tuple(documents.parse(Event, line) for line in lines)

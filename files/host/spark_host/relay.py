@@ -23,8 +23,8 @@ from spark_contract.release import MODELS
 from spark_contract.tool import HostToolError
 
 from spark_host.engine import on_request
-from spark_host.gateway import traffic
-from spark_host.on_request.switch import FAILURES, Limits, Switch
+from spark_host.engine.on_request import FAILURES, Limits, Switch
+from spark_host.gateway import gateway
 from spark_host.records import boot
 from spark_host.system import folders
 from spark_host.system.host import Host
@@ -104,7 +104,7 @@ class Relay:
         for name in on_demand - self.services.keys():
             path = self.paths.waiting_socket(name)
             try:
-                group = traffic.group_id(name, self.paths)
+                group = gateway.group_id(name, self.paths)
                 path.parent.mkdir(mode=0o711, exist_ok=True)
                 server = await asyncio.start_unix_server(partial(self._handle, name), path)
                 # A umask would also change files that other threads write.
@@ -119,7 +119,7 @@ class Relay:
         """Start services that requests wait for, one at a time and the longest waiting first."""
         while True:
             for service in sorted(self.services.values(), key=lambda other: other.waiting_since):
-                closed = not traffic.is_open(service.name, self.paths)
+                closed = not gateway.is_open(service.name, self.paths)
                 if service.waiting and closed and time.monotonic() >= service.blocked_until:
                     await self._start(service)
             await asyncio.sleep(_POLL_INTERVAL_S)
@@ -207,7 +207,7 @@ class Relay:
         service.waiting_since = service.waiting_since if service.waiting else began
         service.waiting += 1
         try:
-            while not traffic.is_open(service.name, self.paths):
+            while not gateway.is_open(service.name, self.paths):
                 now = time.monotonic()
                 if disconnected.done():
                     raise ConnectionResetError("the client disconnected")
