@@ -1,8 +1,5 @@
-/* The counters a check and a watch read, under vLLM's names; STUB_METRICS replaces what stands
-   in front of each, as another engine's do. */
+/* The counters a check and a watch read, under vLLM's names. */
 #include "stub.h"
-
-#include <stdlib.h>
 
 counters counted;
 
@@ -26,10 +23,8 @@ void count_token(int index) {
 }
 
 static void metric(buffer *b, const char *kind, const char *name, long number) {
-    const char *before = getenv("STUB_METRICS");
-    if (!before) before = "vllm:";
-    put(b, "# HELP %s%s %s\n# TYPE %s%s %s\n", before, name, name, before, name, kind);
-    put(b, "%s%s{engine=\"0\",model_name=\"%s\"} %ld.0\n", before, name, config.names[0], number);
+    put(b, "# HELP vllm:%s %s\n# TYPE vllm:%s %s\n", name, name, name, kind);
+    put(b, "vllm:%s{engine=\"0\",model_name=\"%s\"} %ld.0\n", name, config.names[0], number);
 }
 
 void put_metrics(buffer *b) {

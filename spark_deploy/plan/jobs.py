@@ -280,9 +280,9 @@ def keep_list(plan: HostPlan) -> KeepList:
         images |= {model.image.tag, model.image.base}
     return KeepList(
         releases_kept=plan.releases_kept,
-        releases=frozenset(release.name for release in releases),
-        folders=frozenset(folders),
-        images=frozenset(images),
+        releases=tuple(sorted({release.name for release in releases})),
+        folders=tuple(sorted(folders)),
+        images=tuple(sorted(images)),
         models_dir=plan.paths.models_dir,
         sources_dir=plan.paths.sources_dir,
         cache_dir=plan.paths.cache_dir,

@@ -62,7 +62,7 @@ def read(kind: type[_T], data: object) -> _T:
     return document
 
 
-def parse(kind: type[_T], text: str) -> _T:
+def parse(kind: type[_T], text: str | bytes) -> _T:
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -136,16 +136,8 @@ def _read_tuple(kind: Any, data: Any, path: str) -> Any:
         item_kinds = item_kinds[:1] * len(items)
     if len(item_kinds) != len(items):
         raise _error(path, f"expected {len(item_kinds)} values, got {len(items)}")
-    return tuple(
-        _read(item_kind, item, f"{path}[{index}]")
-        for index, (item_kind, item) in enumerate(zip(item_kinds, items, strict=True))
-    )
-
-
-def _read_frozenset(kind: Any, data: Any, path: str) -> Any:
-    (item_kind,) = get_args(kind)
-    items = _require_type(list, "a list", data, path)
-    return frozenset(_read(item_kind, item, f"{path}[{i}]") for i, item in enumerate(items))
+    numbered = enumerate(zip(item_kinds, items, strict=True))
+    return tuple(_read(item_kind, item, f"{path}[{i}]") for i, (item_kind, item) in numbered)
 
 
 def _read_mapping(kind: Any, data: Any, path: str) -> Any:
@@ -159,7 +151,6 @@ _READERS: dict[Any, Callable[[Any, Any, str], Any]] = {
     types.UnionType: _read_union,
     Literal: lambda kind, data, path: _check_literal(get_args(kind), data, path),
     tuple: _read_tuple,
-    frozenset: _read_frozenset,
     dict: _read_mapping,
     Mapping: _read_mapping,
 }
@@ -193,9 +184,7 @@ def check_pattern(where: str, value: str | None, pattern: str) -> None:
 def check_plain_directory(where: str, value: str) -> None:
     path = PurePosixPath(value)
     if not path.is_absolute() or ".." in path.parts or not path.name or path.name.startswith("."):
-        raise DocumentError(
-            f"{where}: {value!r} must be an absolute path without .. or hidden names"
-        )
+        raise DocumentError(f"{where}: {value!r}: use an absolute path without .. or hidden names")
 
 
 def check_range(where: str, value: float, minimum: float, maximum: float = float("inf")) -> None:

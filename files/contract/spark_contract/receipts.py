@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 from dataclasses import dataclass, field
@@ -109,14 +108,10 @@ AnyReceipt = SourceReceipt | CheckpointReceipt | RequantizedReceipt
 
 
 def parse(text: str | bytes) -> AnyReceipt:
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DocumentError(f"not JSON: {error}") from error
-    kind = data.get("kind") if isinstance(data, dict) else None
-    if kind == "checkpoint":
+    data = documents.parse(dict, text)
+    if data.get("kind") == "checkpoint":
         return documents.read(CheckpointReceipt, data)
-    if kind == "requantized":
+    if data.get("kind") == "requantized":
         return documents.read(RequantizedReceipt, data)
     return documents.read(SourceReceipt, data)
 

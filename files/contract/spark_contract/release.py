@@ -43,7 +43,6 @@ class Engine:
     user: str  # host account
     max_sequences: int
     kv_cache_bytes: int | None  # None means the rest of the engine's memory
-    kind: str = field(default="vllm", metadata=OPTIONAL)  # selects metric names
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,12 +212,9 @@ class Release:
 def parse_service(name: str) -> str:
     match = units.RELEASE_NAME.match(name)
     if match is None:
-        raise HostToolError(
-            f"release {name!r}",
-            "invalid name, expected <service>-<12 hex digits>",
-            "use a name from `spark-host status`",
-            exit_code=2,
-        )
+        message = "invalid name, expected <service>-<12 hex digits>"
+        fix = "use a name from `spark-host status`"
+        raise HostToolError(f"release {name!r}", message, fix, exit_code=2)
     return match["service"]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import ClassVar
 
 from spark_contract.documents import OPTIONAL, json_key
@@ -36,11 +36,7 @@ class KeyUsage:
     sent_bytes: int = 0
 
     def __add__(self, other: KeyUsage) -> KeyUsage:
-        return KeyUsage(
-            self.requests + other.requests,
-            self.received_bytes + other.received_bytes,
-            self.sent_bytes + other.sent_bytes,
-        )
+        return KeyUsage(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,9 +175,9 @@ class KeepList:
     """Resources that pruning must keep, because the plan uses them."""
 
     releases_kept: int  # rollback targets, in addition to active and enabled releases
-    releases: frozenset[str]
-    folders: frozenset[str]
-    images: frozenset[str]
+    releases: tuple[str, ...]
+    folders: tuple[str, ...]
+    images: tuple[str, ...]
     models_dir: str
     sources_dir: str
     cache_dir: str

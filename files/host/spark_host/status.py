@@ -39,7 +39,7 @@ from spark_host.check import checks, speed
 from spark_host.check.probe import CheckError, Probe
 from spark_host.check.runner import read_log
 from spark_host.engine import compile_cache, logs, memory
-from spark_host.engine.client import Engine, EngineError
+from spark_host.engine.client import GENERATED_TOKENS, Engine, EngineError
 from spark_host.gateway import gateway, keys
 from spark_host.records import boot, versions
 from spark_host.rollout import record
@@ -225,7 +225,7 @@ def _engine_evidence(release: Release, host: Host) -> EngineEvidence:
         counts = {
             "drafted_tokens": metrics.drafted,
             "accepted_tokens": metrics.accepted,
-            "generated_tokens": metrics.total(metrics.dialect.generated),
+            "generated_tokens": metrics.total(GENERATED_TOKENS),
         }
     return EngineEvidence(
         release=release.name,

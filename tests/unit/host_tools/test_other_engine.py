@@ -1,51 +1,8 @@
-import dataclasses
 import re
 
-import pytest
-from engine_checks import check, failed
-from spark_contract import documents
-from spark_contract.release import Release
-from spark_host.engine import serve
-from spark_host.engine.client import DIALECTS, Engine
-from stub_host import REPOSITORY, release_data
+from stub_host import REPOSITORY
 
 from spark_deploy.config.settings.engine import PROFILE_KEYS
-
-OTHER = dataclasses.replace(
-    DIALECTS["vllm"],
-    **{
-        field: metric.replace("vllm:", "other_")
-        for field, metric in dataclasses.asdict(DIALECTS["vllm"]).items()
-    },
-)
-
-
-@pytest.fixture
-def other(monkeypatch):
-    monkeypatch.setitem(DIALECTS, "other", OTHER)
-    return "other"
-
-
-def test_engine_with_other_metric_names_passes(host, other):
-    release = host.release(engine__kind=other, check__metrics_required={})
-    host.started(release, STUB_METRICS="other_")
-    metrics = Engine.for_release(release, host.paths).metrics()
-    assert (metrics.total(OTHER.running), metrics.unfinished) == (0.0, 0.0)
-    result = check(host, release)
-    assert failed(result) == {}
-    names = {finding.name for finding in result.checks}
-    assert {"acceptance", "prefix reuse", "counters"} <= names
-
-
-def test_unknown_engine_is_rejected_before_a_start(host):
-    problem = serve.find_artifact_problem(host.release(engine__kind="unknown"))
-    assert "engine 'unknown'" in problem.where
-    assert "vllm" in problem.what
-
-
-def test_default_engine_is_omitted_from_the_release():
-    release = documents.read(Release, release_data())
-    assert "kind" not in documents.to_plain(release)["engine"]
 
 
 def test_only_the_engine_package_has_engine_specific_names():

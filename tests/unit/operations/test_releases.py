@@ -20,7 +20,7 @@ from tests.unit.statuses import host_status
 FORMER = {"name": "main-aaaaaaaaaaaa", "model": "m", "profile": "v2"}
 CURRENT = {"name": "main-bbbbbbbbbbbb", "model": "m", "profile": "v2-tq"}
 NEW, OLD = "main-bbbbbbbbbbbb", "main-aaaaaaaaaaaa"
-KEEP = KeepList(2, frozenset(), frozenset(), frozenset(), "/m", "/s", "/c")
+KEEP = KeepList(2, (), (), (), "/m", "/s", "/c")
 
 
 def after_failure(host, *others):

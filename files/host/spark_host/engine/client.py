@@ -10,7 +10,7 @@ import json
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from pathlib import Path
@@ -28,41 +28,7 @@ _MAX_LINE = 4096
 _RESPONSE_BYTES = 16 << 20
 _METRICS_BYTES = 4 << 20
 _CHUNK_BYTES = 1 << 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dialect:
-    running: str  # running requests
-    waiting: str  # waiting requests
-    generated: str  # generated tokens
-    prompt: str  # tokens of completely processed prompts
-    cache_usage: str  # share of the KV cache
-    drafted: str  # drafted tokens
-    accepted: str  # accepted tokens
-    prefix_hits: str  # prompt tokens found in the prefix cache
-
-
-DIALECTS: dict[str, Dialect] = {
-    "vllm": Dialect(
-        running="vllm:num_requests_running",
-        waiting="vllm:num_requests_waiting",
-        generated="vllm:generation_tokens_total",
-        prompt="vllm:prompt_tokens_total",
-        cache_usage="vllm:kv_cache_usage_perc",
-        drafted="vllm:spec_decode_num_draft_tokens_total",
-        accepted="vllm:spec_decode_num_accepted_tokens_total",
-        prefix_hits="vllm:prefix_cache_hits_total",
-    ),
-}
-VLLM = DIALECTS["vllm"]
-
-
-def find_dialect(release: Release) -> Dialect:
-    kind = release.engine.kind
-    if kind not in DIALECTS:
-        message = f"unknown engine, expected {', '.join(DIALECTS)}"
-        raise HostToolError(f"engine {kind!r} of {release.name}", message, "run the deploy again")
-    return DIALECTS[kind]
+GENERATED_TOKENS = "vllm:generation_tokens_total"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,66 +41,58 @@ class Sample:
 @dataclass(frozen=True, slots=True)
 class Metrics:
     samples: tuple[Sample, ...]
-    dialect: Dialect = VLLM
 
     @classmethod
-    def parse(cls, text: str, dialect: Dialect = VLLM) -> Metrics:
+    def parse(cls, text: str) -> Metrics:
         samples: list[Sample] = []
-        for raw_line in io.StringIO(
-            text
-        ):  # line by line, because a hostile engine may send millions
+        for raw_line in io.StringIO(text):  # not a list: a hostile engine may send millions
             line = raw_line.rstrip("\r\n")
             if not line or line.startswith("#") or len(line) > _MAX_LINE:
                 continue
             if len(samples) == _MAX_SAMPLES:
                 break
             head, _, value = line.rpartition(" ")
-            name, _, labels = head.partition("{")
-            try:
-                samples.append(
-                    Sample(name.strip(), _parse_labels(labels.rstrip("}")), float(value))
-                )
-            except ValueError:
-                continue
-        return cls(tuple(samples), dialect)
+            name, _, text = head.partition("{")
+            labels = _parse_labels(text.rstrip("}"))
+            with suppress(ValueError):
+                samples.append(Sample(name.strip(), labels, float(value)))
+        return cls(tuple(samples))
 
     def total(self, name: str) -> float | None:
         values = [sample.value for sample in self.samples if sample.name == name]
         return sum(values) if values else None
 
     def has(self, name: str, labels: dict[str, str]) -> bool:
-        return any(
-            sample.name == name and labels.items() <= sample.labels.items()
-            for sample in self.samples
-        )
+        samples = (sample for sample in self.samples if sample.name == name)
+        return any(labels.items() <= sample.labels.items() for sample in samples)
 
     @property
     def running(self) -> float:
-        return self.total(self.dialect.running) or 0.0
+        return self.total("vllm:num_requests_running") or 0.0
 
     @property
     def unfinished(self) -> float:
-        return self.running + (self.total(self.dialect.waiting) or 0.0)
+        return self.running + (self.total("vllm:num_requests_waiting") or 0.0)
 
     @property
     def generated(self) -> float:
-        return self.total(self.dialect.generated) or 0.0
+        return self.total(GENERATED_TOKENS) or 0.0
 
     @property
     def tokens(self) -> float:
-        return self.generated + (self.total(self.dialect.prompt) or 0.0)
+        return self.generated + (self.total("vllm:prompt_tokens_total") or 0.0)
 
     @property
     def drafted(self) -> float | None:
-        return self.total(self.dialect.drafted)
+        return self.total("vllm:spec_decode_num_draft_tokens_total")
 
     @property
     def accepted(self) -> float | None:
-        return self.total(self.dialect.accepted)
+        return self.total("vllm:spec_decode_num_accepted_tokens_total")
 
     @property
     def prefix_hits(self) -> float | None:
-        return self.total(self.dialect.prefix_hits)
+        return self.total("vllm:prefix_cache_hits_total")
 
     @property
     def progress(self) -> tuple[float, float]:
@@ -143,7 +101,7 @@ class Metrics:
         Token counters do not change during a chunked prefill, but the cache usage grows
         (proofs/engine-proofs.md).
         """
-        return self.tokens, self.total(self.dialect.cache_usage) or 0.0
+        return self.tokens, self.total("vllm:kv_cache_usage_perc") or 0.0
 
 
 def _parse_labels(text: str) -> dict[str, str]:
@@ -218,12 +176,12 @@ class _Connection(HTTPConnection):
 
 
 class Engine:
-    def __init__(self, socket_path: Path, dialect: Dialect = VLLM):
-        self._path, self._dialect = socket_path, dialect
+    def __init__(self, socket_path: Path):
+        self._path = socket_path
 
     @classmethod
     def for_release(cls, release: Release, paths: Paths) -> Engine:
-        return cls(paths.engine_socket(release.service), find_dialect(release))
+        return cls(paths.engine_socket(release.service))
 
     def get(self, path: str, timeout_s: float = 10, limit_bytes: int = _RESPONSE_BYTES) -> Reply:
         return self._request("GET", path, None, timeout_s, limit_bytes)
@@ -261,7 +219,7 @@ class Engine:
         reply = self.get("/metrics", timeout_s, _METRICS_BYTES)
         if reply.status != 200:
             raise EngineError(f"/metrics: HTTP {reply.status}")
-        return Metrics.parse(reply.body.decode(errors="replace"), self._dialect)
+        return Metrics.parse(reply.body.decode(errors="replace"))
 
     def _request(
         self, method: str, path: str, body: object, timeout_s: float, limit_bytes: int

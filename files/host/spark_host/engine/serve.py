@@ -21,7 +21,7 @@ from spark_contract.tool import PHASE, HostToolError, parse_problem
 from spark_contract.units import DIGEST_LABEL, SERVE, SWITCH
 
 from spark_host.engine import compile_cache, container, memory, on_request
-from spark_host.engine.client import Engine, find_dialect
+from spark_host.engine.client import Engine
 from spark_host.engine.memory import GIB, meminfo
 from spark_host.gateway import gateway
 from spark_host.records import boot
@@ -217,15 +217,12 @@ def _write_name(descriptor: int, release: Release) -> None:
 
 def _reject_second_engine(release: Release, holder: str | None) -> None:
     if holder is not None:
-        raise HostToolError(
-            "engine lock",
-            f"the engine of {holder} is running on this host",
-            f"run `systemctl start {SWITCH.unit(release.name)}` to switch to this release",
-        )
+        message = f"the engine of {holder} is running on this host"
+        fix = f"run `systemctl start {SWITCH.unit(release.name)}` to switch to this release"
+        raise HostToolError("engine lock", message, fix)
 
 
 def check_artifacts(release: Release) -> None:
-    find_dialect(release)
     tag, expected = release.image.tag, release.image.digest_label
     if docker.inspect_image(tag) is None:
         raise HostToolError(f"image {tag}", "not on this host", _FIX)
@@ -246,9 +243,8 @@ def check_checkpoints(release: Release) -> None:
             raise HostToolError(where, message, _FIX)
         exposed = receipts.find_writable_by_others(path)
         if exposed is not None:
-            raise HostToolError(
-                where, exposed, f"{_FIX} to rebuild the checkpoint from files that root owns"
-            )
+            fix = f"{_FIX} to rebuild the checkpoint from files that root owns"
+            raise HostToolError(where, exposed, fix)
         _check_readable(path, release.engine.user)
 
 
@@ -257,20 +253,18 @@ def _check_readable(root: Path, user: str) -> None:
         for path in (Path(folder), *(Path(folder) / name for name in names)):
             needed = stat.S_IROTH | (stat.S_IXOTH if path.is_dir() else 0)
             if path.stat().st_mode & needed != needed:
-                raise HostToolError(
-                    str(path),
-                    f"cannot be read by {user}, the engine's account",
-                    f"run `chmod o+rX {path}`, then deploy again",
-                )
+                message = f"cannot be read by {user}, the engine's account"
+                fix = f"run `chmod o+rX {path}`, then deploy again"
+                raise HostToolError(str(path), message, fix)
 
 
 def verify_checkpoints(release: Release, report: Report) -> None:
-    """Hash files whose size, time or inode changed; raise HostToolError if one is damaged."""
     for tree in release.trees:
-        _verify(Path(tree.path), report)
+        _verify_changed_files(Path(tree.path), report)
 
 
-def _verify(path: Path, report: Report) -> None:
+def _verify_changed_files(path: Path, report: Report) -> None:
+    """Hash files whose size, time or inode changed; raise HostToolError if one is damaged."""
     receipt = receipts.find_receipt(path)
     touched = receipt.changed_files(path) if receipt else ()
     if receipt is None or not touched:
@@ -288,7 +282,7 @@ def _verify(path: Path, report: Report) -> None:
         return
     error_text = result.stderr.strip()
     problem = parse_problem(error_text.splitlines()[-1]) if error_text else None
-    if problem is None:
-        message = f"cannot be verified: {error_text[-200:] or f'exit {result.returncode}'}"
-        raise HostToolError(f"checkpoint {path}", message, _FIX)
-    raise HostToolError(problem.where, problem.what, problem.fix)
+    if problem is not None:
+        raise HostToolError(problem.where, problem.what, problem.fix)
+    message = f"cannot be verified: {error_text[-200:] or f'exit {result.returncode}'}"
+    raise HostToolError(f"checkpoint {path}", message, _FIX)
