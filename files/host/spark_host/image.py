@@ -112,9 +112,8 @@ def _wait_for_port(port: int, server: subprocess.Popen[bytes]) -> None:
         with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
             return
         time.sleep(0.05)
-    raise HostToolError(
-        "nginx", "does not accept connections on the loopback address", "see the log lines above"
-    )
+    message = "does not accept connections on the loopback address"
+    raise HostToolError("nginx", message, "see the log lines above")
 
 
 def _manifest_location(path: Path) -> str:
@@ -154,9 +153,9 @@ class PullProgress:
                 self._count_bytes(layer, status, event["progressDetail"])
             kind = (layer, re.sub(r"\d+", "#", status))  # "Retrying in 5 seconds", "in 4 seconds"
             bytes_now = sum(self._downloaded.values()) + sum(self._unpacked.values())
-            min_bytes = (
-                fetching.PULL_MIN_BYTES_PER_S * self._stall_s if self._is_downloading() else 1
-            )
+            min_bytes = 1.0
+            if self._is_downloading():
+                min_bytes = fetching.PULL_MIN_BYTES_PER_S * self._stall_s
             if kind not in self._seen or bytes_now - self._progress_bytes >= min_bytes:
                 self._progress_at, self._progress_bytes = now, bytes_now
             self._seen.add(kind)
@@ -169,8 +168,7 @@ class PullProgress:
         counted = self._unpacked if status == _UNPACKING else self._downloaded
         if status == _DOWNLOADED:
             current = self._totals.get(layer)
-        # With `units` the value is seconds. A retried layer restarts at 0, so keep the
-        # maximum.
+        # With `units` the value is seconds. A retried layer restarts at 0, so keep the maximum.
         if isinstance(current, int) and not detail.get("units"):
             counted[layer] = max(current, counted.get(layer, 0))
 
@@ -340,9 +338,8 @@ def _helper_login(
 
 def _file_login(config: Mapping[str, Any], key: str) -> dict[str, str] | None:
     logins = config.get("auths") or {}
-    login = logins.get(key) or next(
-        (logins[name] for name in logins if _registry_host(name) == key), None
-    )
+    matching = (logins[name] for name in logins if _registry_host(name) == key)
+    login = logins.get(key) or next(matching, None)
     if not login:
         return None
     if login.get("identitytoken"):

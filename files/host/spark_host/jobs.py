@@ -29,10 +29,11 @@ from spark_contract.job import (
     State,
     parse_progress,
 )
+from spark_contract.machine import GIB
 from spark_contract.paths import JOBS_DIR, Paths, hub_token_file
 from spark_contract.tool import ERROR, PHASE, HostToolError, Problem
 
-from spark_host.engine.memory import GIB, meminfo
+from spark_host.engine.memory import meminfo
 from spark_host.system import docker, systemd
 from spark_host.system.host import Host, read_document, release_names, write_document
 from spark_host.system.programs import log
@@ -70,12 +71,8 @@ def is_done(job: Job, paths: Paths) -> bool:
 
 def _releases_using(proof: AbsenceProof, paths: Paths) -> list[str]:
     path = Path(proof.absent)
-    releases = (Host(paths).release(name) for name in release_names(paths))
-    return [
-        release.name
-        for release in releases
-        if release and any(Path(tree.path) == path for tree in release.trees)
-    ]
+    releases = filter(None, map(Host(paths).release, release_names(paths)))
+    return [r.name for r in releases if path in (Path(tree.path) for tree in r.trees)]
 
 
 def has_valid_receipt(proof: ReceiptProof) -> bool:

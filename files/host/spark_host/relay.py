@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from spark_contract.paths import Paths
+from spark_contract.paths import GATEWAY_DIR, Paths
 from spark_contract.release import MODELS
 from spark_contract.tool import HostToolError
 
@@ -94,11 +94,9 @@ class Relay:
 
     async def _listen(self) -> None:
         """Listen for every on-demand service, and for no other service."""
-        folder = self.paths.below("/etc/spark/gateway")
-        names = {path.stem for path in folder.glob("*.json")}
-        on_demand = {
-            name for name in names if on_request.idle_limit_s(name, self.paths) is not None
-        }
+        names = {path.stem for path in self.paths.below(GATEWAY_DIR).glob("*.json")}
+        limits = {name: on_request.idle_limit_s(name, self.paths) for name in names}
+        on_demand = {name for name, limit_s in limits.items() if limit_s is not None}
         for name in self.services.keys() - on_demand:
             self.services.pop(name).server.close()
         for name in on_demand - self.services.keys():
@@ -138,10 +136,8 @@ class Relay:
             log(f"{service.name}: {error}")
             rest_s = self.limits.back_off_s * 2**service.failures
             rest_s = min(rest_s, self.limits.longest_back_off_s)
-            service.failures, service.blocked_until = (
-                service.failures + 1,
-                time.monotonic() + rest_s,
-            )
+            service.failures += 1
+            service.blocked_until = time.monotonic() + rest_s
         finally:
             service.loading_since = None
 
@@ -188,9 +184,7 @@ class Relay:
 
     def _reserve(self, length: int, service: Service) -> bytearray:
         if self._requests > _MAX_REQUESTS or self._bytes + length > _MAX_WAITING_BYTES:
-            raise UnavailableError(
-                "too many requests are waiting for a model", self._retry_s(service)
-            )
+            raise UnavailableError("too many requests wait for a model", self._retry_s(service))
         self._bytes += length
         return bytearray(length)
 
@@ -241,10 +235,9 @@ class Relay:
             if streams:
                 answer = await _until_disconnected(engine.readuntil(b"\r\n\r\n"), disconnected)
                 if b" 200 " not in answer[:16] or _header(answer, b"transfer-encoding") is None:
-                    text = (
-                        await _until_disconnected(engine.read(_CHUNK_BYTES), disconnected)
-                    ).decode(errors="replace")
-                    raise UnavailableError(f"the engine rejected the request: {text[:1000]}", 1)
+                    data = await _until_disconnected(engine.read(_CHUNK_BYTES), disconnected)
+                    text = data[:1000].decode(errors="replace")
+                    raise UnavailableError(f"the engine rejected the request: {text}", 1)
             while data := await _until_disconnected(engine.read(_CHUNK_BYTES), disconnected):
                 writer.write(data)
                 await writer.drain()
@@ -268,11 +261,7 @@ class Relay:
         for model in models:
             if path.endswith(f"/{model['id']}"):
                 return _response("200 OK", json.dumps(model).encode())
-        error = {
-            "message": "no such model",
-            "type": "not_found_error",
-            "code": 404,
-        }
+        error = {"message": "no such model", "type": "not_found_error", "code": 404}
         body = json.dumps({"type": "error", "error": error}).encode()
         return _response("404 Not Found", body)
 
@@ -280,9 +269,8 @@ class Relay:
 async def _read_body(body: bytearray, reader: StreamReader) -> None:
     at = 0
     while at < len(body):
-        data = await asyncio.wait_for(
-            reader.read(min(_CHUNK_BYTES, len(body) - at)), _HEAD_TIMEOUT_S
-        )
+        reading = reader.read(min(_CHUNK_BYTES, len(body) - at))
+        data = await asyncio.wait_for(reading, _HEAD_TIMEOUT_S)
         if not data:
             raise EOFError("the client disconnected")
         body[at : at + len(data)] = data

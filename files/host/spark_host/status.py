@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from spark_contract.paths import Paths
-from spark_contract.records import DailyReport, Rollout, Stopped
+from spark_contract.records import DailyReport, GpuProof, Rollout, Stopped
 from spark_contract.release import Release
 from spark_contract.status import (
     EngineEvidence,
@@ -62,11 +62,11 @@ def main(args: list[str], paths: Paths) -> Status:
     patterns = [template.unit("*") for template in (SERVE, SWITCH, GATEWAY)]
     units = systemd.show_loaded(patterns, ["ActiveState", "InvocationID", "NRestarts", "Job"])
     with ThreadPoolExecutor() as pool:  # engine, docker and driver may be slow
-        running = [
-            release for release in releases if "--live" in args and _is_active(release, units)
-        ]
+        running = [release for release in releases if _is_active(release, units)]
         running.sort(key=lambda release: release.service != MAIN_SERVICE)
-        live_checks = pool.submit(lambda: [check_live(release, paths) for release in running])
+        live_checks = pool.submit(
+            lambda: [check_live(r, paths) for r in running if "--live" in args]
+        )
         reading = pool.submit(versions.read)
         digests = jobs.all_digests(paths)
         job_states = jobs.poll(digests, paths) if digests else []
@@ -108,10 +108,8 @@ def _release_state(
     unproven: str | None = "not running"
     if _is_active(release, units):
         unproven = boot.unproven_reason(last, release.digest, unit.get("InvocationID"), installed)
-    proven = release.name in boot.read_known_good(release.service, host).names
-    can_share_cache = proven and compile_cache.is_complete(
-        release, installed.get("driver", ""), host
-    )
+    proven, driver = boot.read_known_good(release.service, host).names, installed.get("driver", "")
+    can_share_cache = release.name in proven and compile_cache.is_complete(release, driver, host)
     return ReleaseState(
         name=release.name,
         model=release.model,
@@ -152,11 +150,10 @@ def _service_state(name: str, all_releases: list[Release], units: _Units, host: 
 
 
 def _running_rollout(names: list[str], units: _Units, host: Host) -> RunningRollout | None:
-    changes = (
-        record.running_rollout(name, units.get(SWITCH.unit(name), {}), host) for name in names
-    )
-    pending = [change for change in changes if change]
-    return next((change for change in pending if change.phase), pending[0] if pending else None)
+    states = {name: units.get(SWITCH.unit(name), {}) for name in names}
+    rollouts = (record.running_rollout(name, state, host) for name, state in states.items())
+    # A rollout with a phase has begun, others wait for their turn.
+    return min(filter(None, rollouts), key=lambda rollout: not rollout.phase, default=None)
 
 
 def _head_host(release: Release, paths: Paths) -> str | None:
@@ -171,9 +168,8 @@ def check_live(release: Release, paths: Paths, timeout_s: float = 30) -> LiveChe
     start = time.monotonic()
     if cluster.is_worker(release, paths):
         missing = cluster.describe_missing(release, paths)
-        detail = (
-            f"{missing} has not joined" if missing else "joined; only the head answers requests"
-        )
+        detail = missing and f"{missing} has not joined"
+        detail = detail or "joined; only the head answers requests"
         return LiveCheck(not missing, release.name, 0.0, detail)
     probe = Probe(release, Engine.for_release(release, paths), list, deadline_s=start + timeout_s)
     try:
@@ -197,18 +193,15 @@ def read_evidence(paths: Paths) -> Evidence:
     host = Host(paths)
     releases = filter(None, map(host.release, release_names(paths)))
     services = sorted({release.service for release in releases})
-    running = filter(
-        None, (host.release(boot.active_release(service, host)) for service in services)
-    )
+    active = (boot.active_release(service, host) for service in services)
+    running = filter(None, map(host.release, active))
     reading = sensors.read()
     gpu = {"celsius": reading.celsius, "power_w": reading.power_w} if reading else {}
-    container_arguments: tuple[str, ...] = ()
-    with suppress(HostToolError):  # no GPU check has passed
-        container_arguments = docker.gpu_arguments(paths)
+    gpu_proof = host.disk.read(GpuProof, paths.gpu_receipt)
     return Evidence(
         firmware=read_firmware(paths.root),
         gpu={name: value for name, value in gpu.items() if value is not None},
-        gpu_container=container_arguments,
+        gpu_container=gpu_proof.docker_arguments if gpu_proof else (),
         kernel_log=logs.count_kernel_faults(),
         engines=tuple(_engine_evidence(release, host) for release in running),
     )

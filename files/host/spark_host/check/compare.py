@@ -107,17 +107,13 @@ def divergence(a: dict[str, float], b: dict[str, float]) -> float:
 def compare_answers(recorded: Answers, running: Answers) -> Comparison:
     by_prompt = {answer.prompt: answer for answer in running.answers}
     pairs = [(a, by_prompt[a.prompt]) for a in recorded.answers if a.prompt in by_prompt]
-    steps = [
-        (divergence(x.best, y.best), x.top == y.top, a.prompt)
-        for a, b in pairs
-        for x, y in _comparable_steps(a, b)
-    ]
+    steps, different = [], []
+    for a, b in pairs:
+        compared = _comparable_steps(a, b)
+        steps += [(divergence(x.best, y.best), x.top == y.top, a.prompt) for x, y in compared]
+        if [step.token for step in a.steps] != [step.token for step in b.steps]:
+            different.append((a.prompt, a.text, b.text))
     worst = max(steps, default=(0.0, True, ""))
-    different = [
-        (a.prompt, a.text, b.text)
-        for a, b in pairs
-        if [step.token for step in a.steps] != [step.token for step in b.steps]
-    ]
     return Comparison(
         recorded.release,
         running.release,

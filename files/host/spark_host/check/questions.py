@@ -25,7 +25,7 @@ from spark_host.check.probe import (
     quote,
     user_message,
     wait_for_value,
-)  # fmt: skip
+)
 
 _MAX_REPETITIONS = 24
 _STREAMS = 3
@@ -36,14 +36,10 @@ _SAMPLING = {"temperature": 0.7, "top_k": 20, "top_p": 0.95, "seed": None}
 def _check_answer(
     question: Question, answer: str, context: str = "", severity: Severity | None = None
 ) -> None:
-    if re.search(question.expect, answer):
-        return
-    _reject_repetition(question, answer, context, severity)
-    raise CheckError(
-        f"{context}wrong answer to {quote(question.prompt)}: {quote(answer)} does not match "
-        f"{question.expect!r}",
-        severity,
-    )
+    if not re.search(question.expect, answer):
+        _reject_repetition(question, answer, context, severity)
+        text = f"{quote(answer)} does not match {question.expect!r}"
+        raise CheckError(f"{context}wrong answer to {quote(question.prompt)}: {text}", severity)
 
 
 def _reject_repetition(
@@ -51,15 +47,8 @@ def _reject_repetition(
 ) -> None:
     runs = (run for units in (answer, answer.split()) for _, run in groupby(units))
     if max((len(list(run)) for run in runs), default=0) >= _MAX_REPETITIONS:
-        raise CheckError(
-            f"{context}the answer to {quote(question.prompt)} is the same token over and over, "
-            f"{quote(answer)}; the weights or kernels are broken",
-            severity,
-        )
-
-
-def check_first_answer(probe: Probe) -> str:
-    return check_answers(probe, probe.plan.plain_questions[:1])
+        text = f"is the same token over and over, {quote(answer)}; weights or kernels are broken"
+        raise CheckError(f"{context}the answer to {quote(question.prompt)} {text}", severity)
 
 
 def check_answers(probe: Probe, only: tuple[Question, ...] = ()) -> str:
@@ -90,9 +79,8 @@ def check_repeated_answer(probe: Probe) -> str:
 def check_sampled_answers(probe: Probe) -> str:
     questions = probe.plan.plain_questions
     for question in questions:
-        answer = message_text(
-            probe.chat([user_message(question.prompt)], question.max_tokens, **_SAMPLING)
-        )
+        messages = [user_message(question.prompt)]
+        answer = message_text(probe.chat(messages, question.max_tokens, **_SAMPLING))
         if not answer.strip():
             raise CheckError(f"empty answer to {quote(question.prompt)} (with sampling)")
         _reject_repetition(question, answer)
@@ -136,11 +124,8 @@ def check_stream(probe: Probe) -> str:
     return f"streamed answer completed ({answer.tokens} tokens)"
 
 
-_RAW_CALLS = (
-    "<tool_call>",
-    "<function=",
-    "get_weather",
-)  # marks of a call that the engine did not parse
+# Marks of a call that the engine did not parse.
+_RAW_CALLS = ("<tool_call>", "<function=", "get_weather")
 _WEATHER = {
     "type": "function",
     "function": {
@@ -161,10 +146,8 @@ def check_tool_call(probe: Probe) -> str:
     calls = message.get("tool_calls") or []
     if not calls:
         text = message_text(message)
-        is_raw_call = any(mark in text for mark in _RAW_CALLS)
-        raise CheckError(
-            f"no tool was called; the answer is {quote(text)}", None if is_raw_call else "warn"
-        )
+        severity: Severity | None = None if any(mark in text for mark in _RAW_CALLS) else "warn"
+        raise CheckError(f"no tool was called; the answer is {quote(text)}", severity)
     function = calls[0].get("function") or {}
     try:
         arguments = json.loads(function.get("arguments") or "")
@@ -257,9 +240,7 @@ def check_prefix_reuse(probe: Probe) -> str:
 def _wait_for_hits(probe: Probe, before: float, turn: int) -> float:
     hits = wait_for_value(lambda: _prefix_hits(probe) - before, 1, _COUNTER_WAIT_S)
     if hits <= 0:
-        raise CheckError(
-            f"turn {turn} of a conversation found no tokens of earlier turns in the cache"
-        )
+        raise CheckError(f"turn {turn} of a conversation found no earlier tokens in the cache")
     return hits
 
 
@@ -279,9 +260,8 @@ def check_image(probe: Probe) -> str:
     for _, rgb in _COLORS:
         url = "data:image/png;base64," + base64.b64encode(png(rgb)).decode()
         text = "What colour is this picture? Answer with one word."
-        answers.append(
-            message_text(probe.chat([_media_message("image_url", {"url": url}, text)], 64))
-        )
+        messages = [_media_message("image_url", {"url": url}, text)]
+        answers.append(message_text(probe.chat(messages, 64)))
     for (color, _), answer in zip(_COLORS, answers, strict=True):
         if not re.search(rf"\b{color}\b", answer, re.IGNORECASE):
             text = f"a {color} image was described as {quote(answer)}"

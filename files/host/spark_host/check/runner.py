@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from spark_contract import documents
+from spark_contract.machine import GIB
 from spark_contract.paths import Paths
 from spark_contract.records import CacheCount, Finding, Proof
 from spark_contract.release import MEMORY, READY, Release
@@ -26,7 +27,6 @@ from spark_host.check.probe import CheckError, Probe
 from spark_host.engine import compile_cache, logs
 from spark_host.engine.client import Engine, EngineError
 from spark_host.engine.logs import StartPhases
-from spark_host.engine.memory import GIB
 from spark_host.gateway import gateway
 from spark_host.records import boot, versions
 from spark_host.system import cluster, systemd
@@ -37,10 +37,7 @@ from spark_host.watch.start_guard import StartGuard
 _PROGRESS_INTERVAL_S = 5.0
 _PHASE_INTERVAL_S = 1.0
 _LEVEL_FLAGS = {f"--{level}": level for level in boot.LEVELS}
-_USAGE = (
-    "use check [RELEASE] [--quick|--full|--deep] [--json], check --record [FILE], "
-    "check --compare RELEASE"
-)
+_USAGE = "use check [RELEASE] [--quick|--full|--deep] [--json], or see `spark-host help`"
 
 
 def full(release: Release, host: Host, report: Report) -> Proof:
@@ -77,11 +74,8 @@ def check(
             earlier = None
         # The journal may have dropped lines since an earlier check of this run.
         kept = earlier.load_lines if earlier else ()
-        probe = Probe(
-            release,
-            Engine.for_release(release, host.paths),
-            lambda: [*kept, *read_log(release, before)],
-        )
+        engine = Engine.for_release(release, host.paths)
+        probe = Probe(release, engine, lambda: [*kept, *read_log(release, before)])
         # A member that has left does not rejoin the same run.
         had_joined = earlier is not None and earlier.ok
         membership = Membership(release, host.paths, complete=had_joined)
@@ -102,9 +96,8 @@ def check(
         report(_describe(findings[0]))
     after = invocation_id or systemd.read_invocation_id(release.serve_unit) or ""
     if after != before:
-        findings.append(
-            Finding("same run", False, "the engine was restarted during the check", 0.0)
-        )
+        detail = "the engine was restarted during the check"
+        findings.append(Finding("same run", False, detail, 0.0))
         report(_describe(findings[-1]))
     parts = {**versions.read(), **versions.release_versions(release)}
     result = Proof(
@@ -201,11 +194,9 @@ def _judge_memory(guard: StartGuard, *, ready: bool) -> Finding:
     memory = guard.start_memory
     if memory is None:
         return Finding(MEMORY, False, "not measured", 0.0)
-    text = (
-        f"available memory never fell below {memory.lowest_bytes / GIB:.1f} GiB during startup "
-        f"(lowest after {memory.after_s:.0f} s; minimum allowed "
-        f"{memory.floor_bytes / GIB:.1f} GiB)"
-    )
+    lowest, floor = memory.lowest_bytes / GIB, memory.floor_bytes / GIB
+    text = f"available memory never fell below {lowest:.1f} GiB during startup "
+    text += f"(lowest after {memory.after_s:.0f} s; minimum allowed {floor:.1f} GiB)"
     return Finding(MEMORY, True, text + (failures and f"; {failures}"), 0.0)
 
 
@@ -236,9 +227,10 @@ _Verdict = tuple[bool, str]  # whether the check passed, and the detail
 
 def _wait(
     name: str,
+    phase: str,
     poll: Callable[[float], _Verdict | None],
     report: Report,
-    progress: Callable[[float], str],
+    describe: Callable[[float], str],
 ) -> Finding:
     began = reported = time.monotonic()
     while True:
@@ -247,7 +239,7 @@ def _wait(
             return Finding(name, *verdict, round(waited, 3))
         if time.monotonic() - reported >= _PROGRESS_INTERVAL_S:
             reported = time.monotonic()
-            report(f"{PHASE}{progress(waited)}")
+            report(f"{PHASE}{phase} {WAITED}{waited:.0f} {describe(waited)}")
         time.sleep(0.2 if waited < 10 else 1.0)
 
 
@@ -257,9 +249,7 @@ def wait_until_joined(membership: Membership, report: Report) -> Finding:
             return False, problem
         return (True, "this host has joined the head") if membership.complete else None
 
-    return _wait(
-        "joined", poll, report, lambda waited: f"join {WAITED}{waited:.0f} joining the head"
-    )
+    return _wait("joined", "join", poll, report, lambda _: "joining the head")
 
 
 def wait_for_head(membership: Membership, report: Report) -> Finding:
@@ -273,15 +263,10 @@ def wait_for_head(membership: Membership, report: Report) -> Finding:
         members = release.cluster
         if members is None or cluster.responds(members.head, members, refusal_counts=False):
             return True, "the head has proven the release"
-        return (
-            (False, f"the head did not prove the release within {limit_s:.0f} s")
-            if waited > limit_s
-            else None
-        )
+        message = f"the head did not prove the release within {limit_s:.0f} s"
+        return (False, message) if waited > limit_s else None
 
-    return _wait(
-        "head", poll, report, lambda waited: f"head {WAITED}{waited:.0f} waiting for the head"
-    )
+    return _wait("head", "head", poll, report, lambda _: "waiting for the head")
 
 
 def _wait_until_ready(
@@ -314,9 +299,9 @@ def _wait_until_ready(
 
     def progress(waited: float) -> str:
         text = "; ".join(filter(None, [phases.text(waited), note]))
-        return f"load {WAITED}{waited:.0f} {LIMIT}{limit_s:.0f} {text}"
+        return f"{LIMIT}{limit_s:.0f} {text}"
 
-    finding = _wait(READY, poll, report, progress)
+    finding = _wait(READY, "load", poll, report, progress)
     if not finding.ok:
         report(_describe(finding))
     return finding

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from spark_contract import files
@@ -79,9 +80,7 @@ def measure(release: Release, paths: Paths, limit_s: float, report: Report) -> d
         raise NotMeasuredError(f"the speed was not measured: {error}") from error
     # The engine may count drafts that it does not send.
     if other_tokens > 0.05 * tokens + 16:
-        raise NotMeasuredError(
-            "the speed was not measured, because the engine served other requests"
-        )
+        raise NotMeasuredError("the speed was not measured: the engine served other requests")
     return {
         "at": files.now(),
         "rounds": rounds,
@@ -130,9 +129,8 @@ def add_comparison(
 
 
 def describe(bench: dict[str, Any]) -> Iterator[str]:
-    numbers = (
-        f"{item.title} {item.format(bench[item.key])}" for item in MEASURES if bench.get(item.key)
-    )
+    measured = (item for item in MEASURES if bench.get(item.key))
+    numbers = (f"{item.title} {item.format(bench[item.key])}" for item in measured)
     yield f"{SPEED}{', '.join(numbers)}"
     for item in bench["worse"]:
         since = f" after {', '.join(bench['changed'])}" if bench["changed"] else ""
@@ -158,10 +156,8 @@ def _run_round(
     answers = [long, single]
     if len(marks) > 2:
         with ThreadPoolExecutor(max_workers=len(marks)) as pool:
-            ask = [
-                pool.submit(_time_answer, release, engine, _prompt(m), timeout_s) for m in marks[1:]
-            ]
-            parallel = [answer.result() for answer in ask]
+            ask = partial(_time_answer, release, engine, timeout_s=timeout_s)
+            parallel = list(pool.map(ask, map(_prompt, marks[1:])))
         wall_s = max(a.last_s for a in parallel) - min(a.began_s for a in parallel)
         rate = sum(a.tokens for a in parallel) / max(wall_s, 1e-9)
         samples["all_streams_tokens_per_s"].append(rate)
@@ -206,8 +202,5 @@ def _stream_count(release: Release) -> int:
 
 
 def _summarize(values: Sequence[float]) -> dict[str, float]:
-    return {
-        "median": round(statistics.median(values), 4),
-        "min": round(min(values), 4),
-        "max": round(max(values), 4),
-    }
+    numbers = {"median": statistics.median(values), "min": min(values), "max": max(values)}
+    return {name: round(number, 4) for name, number in numbers.items()}

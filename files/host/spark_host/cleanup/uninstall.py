@@ -9,20 +9,14 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from spark_contract import files, units
 from spark_contract.documents import parse
 from spark_contract.fetching import SHARE_KEY, SHARE_SETTINGS
-from spark_contract.paths import (
-    API_KEY,
-    CONFIG_DIR,
-    GATEWAY_DIR,
-    RELEASES_DIR,
-    SYSUSERS,
-    Paths,
-)
+from spark_contract.paths import API_KEY, CONFIG_DIR, GATEWAY_DIR, RELEASES_DIR, SYSUSERS, Paths
 from spark_contract.records import GpuProof
 from spark_contract.status import NETPLAN_FILE, Baseline, Footprint, ManagedItem, UninstallManifest
 from spark_contract.tool import CHECK_TOOL, COMMANDS_DIR, TOOL, HostToolError
@@ -60,23 +54,19 @@ _STOP_TIMEOUT_S = 900.0
 _ROUNDS = 6  # a round can empty folders and leave unneeded packages
 
 
-@dataclass(frozen=True, slots=True)
-class UnmanagedContainers:
-    containers: tuple[str, ...]
-    with_gpu: tuple[str, ...]
-    images: frozenset[str]
+class UnmanagedContainers(NamedTuple):
+    names: list[str]
+    with_gpu: list[str]
+    images: set[str]
 
     def keep_reasons(self, footprint: Footprint) -> dict[str, str]:
-        users = (
-            (footprint.engine_packages, self.containers),
-            (footprint.gpu_packages, self.with_gpu),
-        )
-        return {
-            package: f"used by unmanaged containers: {', '.join(names)}"
-            for packages, names in users
-            for package in packages
-            if names
-        }
+        reasons: dict[str, str] = {}
+        for packages, names in (
+            (footprint.engine_packages, self.names), (footprint.gpu_packages, self.with_gpu),
+        ):  # fmt: skip
+            reason = f"used by unmanaged containers: {', '.join(names)}"
+            reasons |= dict.fromkeys(packages if names else (), reason)
+        return reasons
 
 
 def note(text: str, paths: Paths) -> int:
@@ -123,7 +113,7 @@ def read_manifest(footprint: Footprint, paths: Paths) -> UninstallManifest:
 
 def _unmanaged_containers() -> UnmanagedContainers:
     if docker.client("version").returncode == 127:
-        return UnmanagedContainers((), (), frozenset())
+        return UnmanagedContainers([], [], set())
     if not docker.is_up():
         fix = "run `systemctl start docker`, then run again"
         raise HostToolError("docker", "does not respond, so its containers are unknown", fix)
@@ -138,7 +128,7 @@ def _unmanaged_containers() -> UnmanagedContainers:
         config = (docker.inspect_container(name, 60) or {}).get("HostConfig") or {}
         if config.get("Runtime") == "nvidia" or config.get("DeviceRequests"):
             gpu.append(name)
-    return UnmanagedContainers(tuple(sorted(names)), tuple(sorted(gpu)), frozenset(images))
+    return UnmanagedContainers(sorted(names), sorted(gpu), images)
 
 
 def _image_items(
@@ -161,13 +151,8 @@ def _image_items(
 
 
 def _running_and_enabled_items(paths: Paths) -> Iterator[ManagedItem]:
-    patterns = (
-        units.DAILY_TIMER,
-        units.ON_REQUEST_UNIT,
-        *(template.unit("*") for template in _TEMPLATES),
-        _SOCKET_MOUNTS,
-    )
-    for pattern in patterns:
+    instances = (template.unit("*") for template in _TEMPLATES)
+    for pattern in (units.DAILY_TIMER, units.ON_REQUEST_UNIT, *instances, _SOCKET_MOUNTS):
         names = systemd.list_units(pattern)
         states = systemd.show(names, ["ActiveState"])
         for name in names:
@@ -229,24 +214,20 @@ def _file_items(footprint: Footprint, keep_docker: str, paths: Paths) -> Iterato
                 yield ManagedItem("apt source", str(paths.below(key)), 0, keep_docker)
 
 
-def _keep_docker(
-    packages: list[ManagedItem], footprint: Footprint, with_gpu: tuple[str, ...]
-) -> str:
+def _keep_docker(packages: list[ManagedItem], footprint: Footprint, with_gpu: list[str]) -> str:
     """Return why Docker's settings and package sources stay, or ""."""
     if with_gpu:
         return f"{', '.join(with_gpu)} may need it"
     engine = (*footprint.engine_packages, *footprint.gpu_packages)
-    staying = [
-        package.name for package in packages if package.kept_because and package.name in engine
-    ]
+    kept = (package.name for package in packages if package.kept_because)
+    staying = [name for name in kept if name in engine]
     return f"needed by {', '.join(staying)}" if staying else ""
 
 
 def _tools_and_records(paths: Paths) -> Iterator[ManagedItem]:
     for path in _entries(paths.tools):
-        is_managed = path.name in resources.LINKED_TOOLS or any(
-            pattern.match(path.name) for pattern in (resources.OLD_TOOLS, _ARCHIVE)
-        )
+        is_old = resources.OLD_TOOLS.match(path.name) or _ARCHIVE.match(path.name)
+        is_managed = is_old or path.name in resources.LINKED_TOOLS
         is_folder = path.is_dir() and not path.is_symlink()
         size = resources.freed_bytes([path])[path] if is_managed and is_folder else 0
         yield ManagedItem("tools", str(path), size, "" if is_managed else _UNMANAGED)
@@ -264,9 +245,8 @@ def _tools_and_records(paths: Paths) -> Iterator[ManagedItem]:
 def _empty_folders(
     footprint: Footprint, before: Baseline | None, paths: Paths
 ) -> Iterator[ManagedItem]:
-    data = {
-        paths.below(p) for p in (footprint.models_dir, footprint.sources_dir, footprint.cache_dir)
-    }
+    data_dirs = (footprint.models_dir, footprint.sources_dir, footprint.cache_dir)
+    data = set(map(paths.below, data_dirs))
     candidates = {paths.below(CONFIG_DIR), paths.state, paths.tools, *data}
     if before is not None:
         inside = (*map(str, candidates), *footprint.files, *footprint.shared_files)

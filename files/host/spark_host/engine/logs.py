@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from spark_contract import receipts
+from spark_contract.machine import GIB
 from spark_contract.release import Release
 
 from spark_host.engine.memory import available_bytes
 from spark_host.system import programs
 
-_GIB = 1 << 30
 _MAX_KERNEL_LINES = 60
 _MAX_ERROR_LENGTH = 300
 _PREFIX = re.compile(
@@ -74,7 +74,7 @@ def times_s(messages: Iterable[str]) -> dict[str, float]:
 
 
 def sizes_bytes(messages: Iterable[str]) -> dict[str, int]:
-    return {name: int(gib * _GIB) for name, gib in _sums(messages, _SIZES, digits=6).items()}
+    return {name: int(gib * GIB) for name, gib in _sums(messages, _SIZES, digits=6).items()}
 
 
 def kv_cache_tokens(messages: Iterable[str]) -> int | None:

@@ -7,14 +7,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from spark_contract.machine import FreeBlocks, parse_buddyinfo
+from spark_contract.machine import GIB, FreeBlocks, parse_buddyinfo
 from spark_contract.release import Release
 from spark_contract.tool import LIMIT, PHASE, WAITED, HostToolError
 
 from spark_host.system import docker, programs
 from spark_host.system.programs import Report
 
-GIB = 1 << 30
 _POLL_INTERVAL_S = 2.0
 _LOW_SAMPLES = 2  # successive samples, because a single sample may be a spike
 
@@ -89,10 +88,8 @@ class MemoryFloor:
         self.low_samples = self.low_samples + 1 if available < self.bytes else 0
         if self.low_samples < _LOW_SAMPLES:
             return None
-        return (
-            f"{available / GIB:.2f} GiB of memory are available, "
-            f"the floor is {self.bytes / GIB:.2f} GiB"
-        )
+        text = f"{available / GIB:.2f} GiB of memory are available"
+        return f"{text}, the floor is {self.bytes / GIB:.2f} GiB"
 
 
 def wait_for_memory(release: Release, report: Report, poll_s: float = _POLL_INTERVAL_S) -> None:
@@ -113,11 +110,10 @@ def wait_for_memory(release: Release, report: Report, poll_s: float = _POLL_INTE
         else:
             obstacle = f"{available / GIB:.1f} GiB available, {needed_bytes / GIB:.1f} GiB needed"
         if waited >= wait_s:
-            fix = (
-                f"run `docker rm -f {' '.join(containers)}`; if it hangs or fails, reboot the host"
-                if containers
-                else f"stop the largest processes: {_largest_processes()}"
-            )
+            fix = f"stop the largest processes: {_largest_processes()}"
+            if containers:
+                command = f"docker rm -f {' '.join(containers)}"
+                fix = f"run `{command}`; if it hangs or fails, reboot the host"
             raise HostToolError("memory", f"{obstacle} after {waited:.0f} s", fix)
         report(f"{PHASE}memory {WAITED}{waited:.0f} {LIMIT}{wait_s:.0f} {obstacle}")
         time.sleep(min(poll_s, max(0.0, wait_s - waited)))

@@ -65,9 +65,8 @@ def releases_to_stop(release: Release, host: Host, available_bytes: float) -> li
     Return none if it still would not fit, because other programs use the memory. Services that
     always run keep their memory while they restart.
     """
-    services = {parse_service(name) for name in host.disk.release_names(host.paths)} - {
-        release.service
-    }
+    names = host.disk.release_names(host.paths)
+    services = set(map(parse_service, names)) - {release.service}
     on_request = {name for name in services if idle_limit_s(name, host.paths) is not None}
     if not on_request:
         return []
@@ -134,9 +133,8 @@ class Limits:
     wait_s: float = 300.0  # for a request without streaming
     stream_wait_s: float = 3600.0
     comment_s: float = 5.0  # between two comments in a stream
-    serve_s: float = (
-        60.0  # minimum before a service stops for another; or the time of its last start, if longer
-    )
+    # Minimum before a service stops for another; or the time of its last start, if longer.
+    serve_s: float = 60.0
     drain_s: float = 600.0  # for in-flight requests of a service that stops for another
     back_off_s: float = 60.0  # after a failed start; doubles
     longest_back_off_s: float = 1800.0

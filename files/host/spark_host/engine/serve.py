@@ -15,6 +15,7 @@ from pathlib import Path
 
 from spark_contract import files, receipts
 from spark_contract.builder_api import BUILDER, VERIFY
+from spark_contract.machine import GIB
 from spark_contract.paths import Paths
 from spark_contract.release import Release
 from spark_contract.tool import PHASE, HostToolError, parse_problem
@@ -22,7 +23,7 @@ from spark_contract.units import DIGEST_LABEL, SERVE, SWITCH
 
 from spark_host.engine import compile_cache, container, memory, on_request
 from spark_host.engine.client import Engine
-from spark_host.engine.memory import GIB, meminfo
+from spark_host.engine.memory import meminfo
 from spark_host.gateway import gateway
 from spark_host.records import boot
 from spark_host.system import docker, folders

@@ -51,9 +51,8 @@ def planned_listeners(settings: Gateway) -> Listeners:
     addresses: list[str | None] = []
     if settings.expose == "docker":
         addresses.append(_bridge_address())
-        missing = (
-            None if addresses[0] else f"{_BRIDGE} has no address; check that docker is running"
-        )
+        if addresses[0] is None:
+            missing = f"{_BRIDGE} has no address; check that docker is running"
     elif settings.expose == "tailscale":
         address, missing = tailscale_address()
         addresses.append(address)

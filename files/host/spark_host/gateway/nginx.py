@@ -79,11 +79,9 @@ ROUTES = (
 
 def _render_script_locations(name: str, function: str) -> tuple[str, str]:
     """Return two locations; the second stores a large body in a file for the script."""
-    return (
-        f"location /{name}/ {{ internal; js_content {function}; }}",
-        f"location /{name}-large/ "
-        f"{{ internal; client_body_in_file_only clean; js_content {function}; }}",
-    )
+    content = f"internal; js_content {function};"
+    large = f"location /{name}-large/ {{ client_body_in_file_only clean; {content} }}"
+    return f"location /{name}/ {{ {content} }}", large
 
 
 def _render_routes(settings: Gateway, paths: Paths) -> str:
@@ -361,17 +359,14 @@ def share(paths: Paths) -> NoReturn:
         folder = Path(os.environ["RUNTIME_DIRECTORY"])
         key = (Path(os.environ["CREDENTIALS_DIRECTORY"]) / "key").read_text().strip()
     except (KeyError, FileNotFoundError) as error:
+        message = f"the environment of the systemd unit is missing ({error})"
         fix = "run `systemctl start spark-share@trees` instead"
-        raise HostToolError(
-            "share", f"the environment of the systemd unit is missing ({error})", fix
-        ) from error
+        raise HostToolError("share", message, fix) from error
     config = folder / "nginx.conf"
     files.write_text(folder / "keys.conf", render_key_maps(key), 0o600)
     files.write_text(config, render_share(settings, folder, paths), 0o600)
-    os.execv(
-        find_program(paths),
-        [find_program(paths), "-p", str(folder), "-c", str(config), "-e", "stderr"],
-    )
+    program = find_program(paths)
+    os.execv(program, [program, "-p", str(folder), "-c", str(config), "-e", "stderr"])
 
 
 def render_share(settings: Share, folder: Path, paths: Paths) -> str:

@@ -239,9 +239,8 @@ def last_rollback(service: str, host: Host) -> RollbackRecord | None:
 
 
 def record_rollback(service: str, target: str, host: Host) -> None:
-    record = RollbackRecord(
-        "asked", read_known_good(service, host).release, target, host.clock.now()
-    )
+    current = read_known_good(service, host).release
+    record = RollbackRecord("asked", current, target, host.clock.now())
     host.disk.write(host.paths.rollback(service), record)
 
 
@@ -288,9 +287,8 @@ def is_bench_due(release: Release, proof: Proof) -> bool:
     """Return whether the speed must be measured again, because versions changed."""
     if release.check.bench is None or release.check.bench.limit_s <= 0 or not proof.last_full:
         return False
-    return not proof.bench or bool(
-        describe_changes(proof.bench["versions"], proof.last_full.versions)
-    )
+    versions = proof.last_full.versions
+    return not proof.bench or bool(describe_changes(proof.bench["versions"], versions))
 
 
 def read_earlier_bench(release: Release, host: Host) -> dict[str, Any] | None:

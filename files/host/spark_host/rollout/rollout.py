@@ -75,20 +75,14 @@ def _find_obstacle(release: Release, host: Host, record: Record) -> HostToolErro
     """Return why the rollout must not begin, while the old release serves."""
     with record.phase("prove"):
         if boot.is_stopped(release.service, host):
-            return HostToolError(
-                release.service,
-                "was stopped on purpose",
-                f"run `spark-host start-service {release.service}`, then deploy again",
-            )
-        if record.unwritten is not None:
-            return HostToolError(
-                str(record.unwritten.filename),
-                f"cannot be written: {record.unwritten.strerror}",
-                "free space on its disk (see `df -h`, or run deploys/prune.py), then deploy again",
-            )
-        return host.engines.find_problem(release, host.paths) or host.gateway.find_problem(
-            release, host.paths
-        )
+            fix = f"run `spark-host start-service {release.service}`, then deploy again"
+            return HostToolError(release.service, "was stopped on purpose", fix)
+        if error := record.unwritten:
+            message = f"cannot be written: {error.strerror}"
+            fix = "free space on its disk (`df -h`, or run deploys/prune.py), then deploy again"
+            return HostToolError(str(error.filename), message, fix)
+        problem = host.engines.find_problem(release, host.paths)
+        return problem or host.gateway.find_problem(release, host.paths)
 
 
 def _passes_check(release: Release, host: Host, record: Record) -> bool:
@@ -208,11 +202,9 @@ def rollout_lock(service: str, host: SystemHost) -> Iterator[None]:
         try:
             stack.enter_context(host.disk.locked(host.paths.rollout_lock(service)))
         except BlockingIOError as error:
-            raise HostToolError(
-                f"rollout of {service}",
-                "another rollout of this service is running",
-                f"wait until it ends (`systemctl list-units '{SWITCH.unit('*')}'`)",
-            ) from error
+            message = "another rollout of this service is running"
+            fix = f"wait until it ends (`systemctl list-units '{SWITCH.unit('*')}'`)"
+            raise HostToolError(f"rollout of {service}", message, fix) from error
         yield
 
 

@@ -193,14 +193,10 @@ def _wait_until_settled(paths: Paths) -> status.FabricRecord:
         now = (missing, applying, _addresses(), _default_routes())
         if now != last:
             last, unchanged_since = now, time.monotonic()
-        regained = (
-            not _lost_addresses(record, now[2]) or time.monotonic() >= began + _REGAIN_TIMEOUT_S
-        )
-        if (
-            regained
-            and not (missing or now[1])
-            and time.monotonic() - unchanged_since >= _SETTLE_TIME_S
-        ):
+        waits = bool(missing) or applying
+        if time.monotonic() < began + _REGAIN_TIMEOUT_S:
+            waits = waits or bool(_lost_addresses(record, now[2]))
+        if not waits and time.monotonic() - unchanged_since >= _SETTLE_TIME_S:
             return record
         time.sleep(_POLL_INTERVAL_S)
     message = f"addresses are still changing after {_APPLY_TIMEOUT_S:.0f} s"
@@ -278,10 +274,9 @@ def listen(request: SpeedRequest) -> None:
     deadline = time.monotonic() + _CONNECT_TIMEOUT_S
     streams: list[socket.socket] = []
     where = f"{request.address}:{request.port}"
+    address = (request.address, request.port)
     try:
-        server = socket.create_server(
-            (request.address, request.port), backlog=_STREAMS + _MAX_STRANGERS
-        )
+        server = socket.create_server(address, backlog=_STREAMS + _MAX_STRANGERS)
     except OSError as error:
         raise HostToolError(where, f"cannot listen ({error})", "run the command again") from error
     with server:
@@ -372,11 +367,9 @@ def _connect(request: SpeedRequest) -> socket.socket:
 
 
 def _connection_error(request: SpeedRequest, reason: str) -> HostToolError:
-    return HostToolError(
-        f"{request.interface} to {request.address}:{request.port}",
-        f"no connection ({reason})",
-        "check that the other port is up (`ip address`) and that no firewall blocks it",
-    )
+    where = f"{request.interface} to {request.address}:{request.port}"
+    fix = "check that the other port is up (`ip address`) and that no firewall blocks it"
+    return HostToolError(where, f"no connection ({reason})", fix)
 
 
 def _send_zeros(stream: socket.socket, max_bytes: int, deadline: float) -> int:

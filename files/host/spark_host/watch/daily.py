@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from spark_contract import receipts
+from spark_contract.machine import GIB
 from spark_contract.paths import RECEIPT_NAME, Paths
 from spark_contract.records import DailyReport, Proof
 from spark_contract.release import Release
@@ -36,7 +37,6 @@ FREE_BYTES = 5 << 30
 FREE_INODES_SHARE = 0.02
 _DAY_S = 86_400
 _MAX_CLOCK_ERROR_S = 3_600
-_GIB = 1 << 30
 
 
 def inspect_host(host: Host) -> DailyReport:
@@ -81,11 +81,8 @@ def _stopped_units(running: list[Release], host: Host) -> Iterator[Problem]:
         for unit in (WATCH.unit(release.name), GATEWAY.unit(release.service)):
             if not host.units.is_active(unit):
                 message = f"{unit} is not running, but {release.serve_unit} is"
-                yield Problem(
-                    "watch",
-                    message,
-                    f"see `journalctl -u {unit}`, then run `systemctl start {unit}`",
-                )
+                fix = f"see `journalctl -u {unit}`, then run `systemctl start {unit}`"
+                yield Problem("watch", message, fix)
 
 
 def _certificates(running: list[Release], paths: Paths) -> Iterator[Problem]:
@@ -116,34 +113,28 @@ def _journal(paths: Paths) -> Iterator[Problem]:
     # journald removes files during the measurement.
     size, _ = folders.measure(paths.below("/var/log/journal"), JOURNAL_BYTES, _JOURNAL_FILES)
     if size > JOURNAL_BYTES:
-        message = f"the journal uses {size / _GIB:.1f} GiB"
-        yield Problem(
-            "journal", message, "run `journalctl --vacuum-size=2G` and set SystemMaxUse=2G"
-        )
+        message = f"the journal uses {size / GIB:.1f} GiB"
+        fix = "run `journalctl --vacuum-size=2G` and set SystemMaxUse=2G"
+        yield Problem("journal", message, fix)
 
 
 def _disks(running: list[Release], paths: Paths) -> Iterator[Problem]:
-    folders = {
-        paths.root,
-        paths.below("/var"),
-        *(paths.below(tree.path) for release in running for tree in release.trees),
-        *(paths.below(release.cache) for release in running if release.cache),
-    }
-    devices = {folder.stat().st_dev: folder for folder in sorted(folders, reverse=True)
-               if folder.exists()}  # fmt: skip
+    folders = {paths.root, paths.below("/var")}
+    for release in running:
+        folders |= {paths.below(tree.path) for tree in release.trees}
+        folders |= {paths.below(release.cache)} if release.cache else set()
+    existing = (folder for folder in sorted(folders, reverse=True) if folder.exists())
+    devices = {folder.stat().st_dev: folder for folder in existing}
     for folder in sorted(devices.values()):
         stats = os.statvfs(folder)
         free = stats.f_bavail * stats.f_frsize
         if free < FREE_BYTES:
-            message = f"{free / _GIB:.1f} GiB are free on the disk of {folder}"
+            message = f"{free / GIB:.1f} GiB are free on the disk of {folder}"
             yield Problem("disk", message, "run `spark-deploy prune`, or see `df -h`")
         if stats.f_files and stats.f_favail < FREE_INODES_SHARE * stats.f_files:
             message = f"{stats.f_favail} of {stats.f_files} inodes are free on the disk of {folder}"
-            yield Problem(
-                "disk",
-                message,
-                "run `du --inodes -x / | sort -n` to find the directory with many files",
-            )
+            fix = "run `du --inodes -x / | sort -n` to find the directory with many files"
+            yield Problem("disk", message, fix)
 
 
 def _clock(running: list[Release], host: Host) -> Iterator[Problem]:
@@ -289,10 +280,9 @@ def _verify_part(part: _Part) -> Problem | None:
 
 
 def _damage_problem(part: _Part, message: str) -> Problem:
-    receipt = part.tree / RECEIPT_NAME
     file = part.tree / part.name
     # After `touch`, other checkpoints with a hard link to the file hash it again.
-    command = f"touch {file}; rm {receipt}"
+    command = f"touch {file}; rm {part.tree / RECEIPT_NAME}"
     fix = f"check the disk (smartctl, journalctl -k), run `{command}`, then deploy again"
     return Problem("checkpoint", f"{file} is damaged: {message}", fix)
 

@@ -73,10 +73,8 @@ class StallDetector:
         flat_s = now_s - self.moved_at_s
         if flat_s < self.plan.stall_s:
             return None
-        return (
-            f"{metrics.running:.0f} requests are running, but no token has been read or written "
-            f"for {flat_s:.0f} s"
-        )
+        running = f"{metrics.running:.0f} requests are running"
+        return f"{running}, but no token has been read or written for {flat_s:.0f} s"
 
 
 class ClusterWatch:
