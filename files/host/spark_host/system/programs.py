@@ -19,19 +19,42 @@ class ProgramTimeoutError(Exception):
     """The program did not exit in time, so the result is unknown."""
 
 
+# Killed programs that are stuck in a driver, by name.
+_stuck: dict[str, subprocess.Popen[str]] = {}
+
+
 def run_program(
     argv: Sequence[str], limit_s: float, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run a program; the exit code is 127 if it is not installed and 124 after the timeout."""
+    message = f"did not exit within {limit_s:.0f} s"
+    stuck = _stuck.get(argv[0])
+    if stuck is not None and stuck.poll() is None:  # another process would get stuck, too
+        return subprocess.CompletedProcess(argv, 124, "", message)
     try:
-        return subprocess.run(
-            argv, capture_output=True, text=True, errors="replace", timeout=limit_s,
-            env=environment or _environment(), check=False,
+        child = subprocess.Popen(
+            argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
+            env=environment or _environment(),
         )  # fmt: skip
-    except FileNotFoundError:
-        return subprocess.CompletedProcess(argv, 127, "", f"{argv[0]} is not installed")
+    except OSError as error:
+        is_absent = isinstance(error, FileNotFoundError)
+        reason = "is not installed" if is_absent else f"cannot be run ({error.strerror})"
+        return subprocess.CompletedProcess(
+            argv, 127 if is_absent else 126, "", f"{argv[0]} {reason}"
+        )
+    try:
+        output, error_text = child.communicate(timeout=limit_s)
+        return subprocess.CompletedProcess(argv, child.returncode, output, error_text)
     except subprocess.TimeoutExpired:
-        return subprocess.CompletedProcess(argv, 124, "", f"did not exit within {limit_s:.0f} s")
+        child.kill()
+        try:  # not for long, because a stuck driver can keep the process alive
+            child.wait(_KILL_WAIT_S)
+        except subprocess.TimeoutExpired:
+            _stuck[argv[0]] = child
+        return subprocess.CompletedProcess(argv, 124, "", message)
+    finally:
+        for pipe in filter(None, (child.stdout, child.stderr)):
+            pipe.close()
 
 
 def error_line(result: subprocess.CompletedProcess[str]) -> str:
@@ -67,48 +90,17 @@ def _environment() -> dict[str, str]:
 
 def read_output(*argv: str) -> str | None:
     """Return trimmed output, or ``None`` if the program is absent, failed or timed out."""
-    try:
-        return _output(argv, _TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        return None
+    result = run_program(argv, _TIMEOUT_S)
+    return result.stdout.strip() if result.returncode == 0 else None
 
 
 def read_output_patiently(*argv: str) -> str | None:
     """Like :func:`read_output`, but retry once; raise ProgramTimeoutError after two timeouts."""
     for limit_s in (_TIMEOUT_S, _RETRY_TIMEOUT_S):
-        try:
-            return _output(argv, limit_s)
-        except subprocess.TimeoutExpired:
-            continue
-    raise ProgramTimeoutError(f"{argv[0]} did not exit within {_RETRY_TIMEOUT_S:.0f} s")
-
-
-# Killed programs that are stuck in a driver, by name.
-_stuck: dict[str, subprocess.Popen[str]] = {}
-
-
-def _output(argv: tuple[str, ...], limit_s: float) -> str | None:
-    stuck = _stuck.get(argv[0])
-    if stuck is not None and stuck.poll() is None:  # another process would get stuck, too
-        raise subprocess.TimeoutExpired(argv, 0)
-    try:
-        child = subprocess.Popen(
-            argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=_environment()
-        )
-    except OSError:
-        return None
-    try:
-        output, _ = child.communicate(timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        if child.stdout is not None:
-            child.stdout.close()
-        try:  # not for long, because a stuck driver can keep the process alive
-            child.wait(_KILL_WAIT_S)
-        except subprocess.TimeoutExpired:
-            _stuck[argv[0]] = child
-        raise
-    return output.strip() if child.returncode == 0 else None
+        result = run_program(argv, limit_s)
+        if result.returncode != 124:
+            return result.stdout.strip() if result.returncode == 0 else None
+    raise ProgramTimeoutError(f"{argv[0]} {result.stderr}")
 
 
 def print_json(document: object) -> None:
