@@ -206,7 +206,6 @@ class BuildPlan:
 
     @property
     def donor_sha256(self) -> str | None:
-        """The locked hash of the donor's tensors, if any."""
         return self.donor.sha256 if isinstance(self.donor, DonorUrl) else None
 
     @property

@@ -184,7 +184,8 @@ def check_pattern(where: str, value: str | None, pattern: str) -> None:
 def check_plain_directory(where: str, value: str) -> None:
     path = PurePosixPath(value)
     if not path.is_absolute() or ".." in path.parts or not path.name or path.name.startswith("."):
-        raise DocumentError(f"{where}: {value!r}: use an absolute path without .. or hidden names")
+        message = "must be an absolute path without .. or hidden names"
+        raise DocumentError(f"{where}: {value!r} {message}")
 
 
 def check_range(where: str, value: float, minimum: float, maximum: float = float("inf")) -> None:

@@ -184,7 +184,8 @@ class Relay:
 
     def _reserve(self, length: int, service: Service) -> bytearray:
         if self._requests > _MAX_REQUESTS or self._bytes + length > _MAX_WAITING_BYTES:
-            raise UnavailableError("too many requests wait for a model", self._retry_s(service))
+            text = "too many requests are waiting for a model"
+            raise UnavailableError(text, self._retry_s(service))
         self._bytes += length
         return bytearray(length)
 

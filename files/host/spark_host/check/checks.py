@@ -32,10 +32,12 @@ def check_embedding(probe: Probe) -> str:
         raise CheckError(f"three texts have {len(vectors)} embeddings with {sorted(sizes)} numbers")
     width = probe.plan.width
     if width is not None and sizes != {width}:
-        raise CheckError(f"an embedding has {sizes.pop()} numbers, the model's width is {width}")
+        text = f"an embedding has {sizes.pop()} numbers, but the model's width is {width}"
+        raise CheckError(text)
     near, far = (_cosine(vectors[0], other) for other in vectors[1:])
     if not near > far:
-        raise CheckError(f"a similar text is not closer ({near:.3f}) than another ({far:.3f})")
+        text = f"a similar text is not closer ({near:.3f}) than a different text ({far:.3f})"
+        raise CheckError(text)
     return f"{len(vectors[0])} numbers; similar texts {near:.3f}, different texts {far:.3f}"
 
 
@@ -45,7 +47,8 @@ def check_embedding_repeat(probe: Probe) -> str:
     first, second = _vector(alone[0]), _vector((batch + [None] * 2)[1])
     cosine = _cosine(first, second) if len(first) == len(second) else 0.0
     if cosine < 0.99:
-        raise CheckError(f"a text has a different embedding in a batch (cosine {cosine:.3f})")
+        text = f"the same text has a different embedding in a batch (cosine {cosine:.3f})"
+        raise CheckError(text)
     return f"the same text has the same embedding in a batch (cosine {cosine:.4f})"
 
 
@@ -55,7 +58,8 @@ def check_ranking(probe: Probe) -> str:
     for item in _query(probe, RERANK, body, "results"):
         score = item.get("relevance_score") if isinstance(item, dict) else None
         if not isinstance(score, int | float) or not math.isfinite(score):
-            raise CheckError(f"invalid score {quote(str(item))}, expected a finite number")
+            text = f"invalid relevance score {quote(str(item))}, expected a finite number"
+            raise CheckError(text)
         scores[item.get("index")] = score
     if set(scores) != {0, 1}:
         raise CheckError(f"expected scores for documents 0 and 1, got {sorted(map(str, scores))}")
@@ -70,7 +74,8 @@ def check_classification(probe: Probe) -> str:
     batch = _probabilities(probe, [_FAR, _QUESTION])
     if len(batch) != 2 or any(len(numbers) != len(alone) for numbers in batch):
         sizes = [len(numbers) for numbers in batch]
-        raise CheckError(f"a batch of two texts has {sizes} classes, one text has {len(alone)}")
+        text = f"a batch of two texts has {sizes} classes, but a single text has {len(alone)}"
+        raise CheckError(text)
     if max(abs(a - b) for a, b in zip(alone, batch[1], strict=True)) > 0.02:
         raise CheckError("the same text has different class probabilities in a batch")
     if len(alone) > 1 and batch[0] == batch[1]:

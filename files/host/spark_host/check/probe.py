@@ -48,7 +48,6 @@ class Probe:
 
     @property
     def model(self) -> str:
-        """The first served name."""
         return self.release.names[0]
 
     @property

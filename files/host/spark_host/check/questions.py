@@ -47,8 +47,8 @@ def _reject_repetition(
 ) -> None:
     runs = (run for units in (answer, answer.split()) for _, run in groupby(units))
     if max((len(list(run)) for run in runs), default=0) >= _MAX_REPETITIONS:
-        text = f"is the same token over and over, {quote(answer)}; weights or kernels are broken"
-        raise CheckError(f"{context}the answer to {quote(question.prompt)} {text}", severity)
+        text = f"the same token over and over, {quote(answer)}; the weights or kernels are broken"
+        raise CheckError(f"{context}the answer to {quote(question.prompt)} is {text}", severity)
 
 
 def check_answers(probe: Probe, only: tuple[Question, ...] = ()) -> str:
@@ -240,7 +240,8 @@ def check_prefix_reuse(probe: Probe) -> str:
 def _wait_for_hits(probe: Probe, before: float, turn: int) -> float:
     hits = wait_for_value(lambda: _prefix_hits(probe) - before, 1, _COUNTER_WAIT_S)
     if hits <= 0:
-        raise CheckError(f"turn {turn} of a conversation found no earlier tokens in the cache")
+        text = f"turn {turn} of a conversation found no tokens of earlier turns in the cache"
+        raise CheckError(text)
     return hits
 
 

@@ -52,7 +52,6 @@ class Route:
 
     @property
     def upstream_path(self) -> str:
-        """Return the path that is sent to the engine."""
         if self.engine:
             return self.engine
         return f"{self.path}$id{self.suffix}" if self.pattern else self.path

@@ -54,7 +54,6 @@ def record_known_good(release: Release, host: Host) -> None:
 
 
 def withdraw_known_good(release: Release, host: Host) -> None:
-    """Remove a failed candidate from the known-good releases."""
     record = read_known_good(release.service, host)
     if record.release == release.name:
         before, *previous = record.previous or (None,)
@@ -93,7 +92,6 @@ def is_stopped(service: str, host: Host) -> bool:
 
 
 def waits_for_request(service: str, host: Host) -> bool:
-    """Return whether the service is stopped until the next request."""
     marker = host.disk.read(Stopped, host.paths.stopped(service))
     return marker is not None and marker.on_request
 
@@ -120,7 +118,6 @@ def _marker_lock(service: str, host: Host) -> AbstractContextManager[None]:
 
 
 def reason_not_to_start(release: Release, host: Host) -> str | None:
-    """Return why this release must not start now, or ``None``."""
     if is_stopped(release.service, host):
         command = f"spark-host start-service {release.service}"
         return f"service {release.service} was stopped on purpose; run `{command}`"
@@ -186,7 +183,6 @@ def stop_service(service: str, by: str, host: Host, for_s: float | None = None) 
 
 
 def start_when_due(service: str, host: Host) -> int:
-    """Start a service whose timed stop is over."""
     marker = host.disk.read(Stopped, host.paths.stopped(service))
     if marker is None or marker.until is None:
         _cancel_scheduled_start(service, host)

@@ -104,7 +104,6 @@ def _read_text(path: Path) -> str:
 
 
 def revert_hints(service: str, before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return hints how to restore the versions of the earlier measurement."""
     old, new = before["versions"], now["versions"]
     differ = {
         part

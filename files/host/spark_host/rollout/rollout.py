@@ -125,7 +125,6 @@ def roll_back(release: Release, old: Release | None, host: Host, record: Record)
 
 
 def _withdraw(release: Release, host: Host, record: Record) -> None:
-    """Remove the records of a failed candidate."""
     phases, undo = (*record.data.times_s, record.data.failed_phase), []
     if "start" in phases:
         undo.append(partial(boot.invalidate_proof, release, host))

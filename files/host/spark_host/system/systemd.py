@@ -72,7 +72,6 @@ def read_invocation_id(unit: str) -> str | None:
 
 
 def run_systemctl(verb: str, *args: str, limit_s: float = _TIMEOUT_S) -> None:
-    """Run ``systemctl``; raise HostToolError on failure."""
     unit = args[-1]
     result = systemctl(verb, *args, timeout_s=limit_s)
     if result.returncode != 0:

@@ -162,7 +162,6 @@ def _checkpoints(releases: list[Release], host: Host) -> Iterator[Problem]:
 
 
 def _checkpoints_needed_at_boot(releases: list[Release], host: Host) -> dict[str, list[Path]]:
-    """Return the checkpoints of each release that starts at boot."""
     checkpoints = {}
     for service in sorted({release.service for release in releases}):
         for name in boot.enabled_releases(service, host):

@@ -203,7 +203,6 @@ class Fragmentation:
         self._fragmented_at_s: float | None = None
 
     def is_new(self, blocks: FreeBlocks, now_s: float) -> bool:
-        """Return whether memory is fragmented, but was not fragmented recently."""
         before_s = self._fragmented_at_s
         if blocks.is_fragmented:
             self._fragmented_at_s = now_s
@@ -244,7 +243,6 @@ def _update_gateway(release: Release, paths: Paths, last: str | None) -> str | N
 
 
 def kill_engine(release: Release, kind: str, reason: str, pidfd: int | None, paths: Paths) -> None:
-    """Write an event and kill the engine."""
     text = f"{reason}; killing the engine"
     # In a thread, because a slow disk must not delay the kill.
     writer = threading.Thread(target=record_event, args=(release, kind, text, paths), daemon=True)
