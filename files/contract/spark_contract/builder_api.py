@@ -3,8 +3,6 @@
 Patterns use shell braces, which cannot nest: ``layers.{3..47..4}.{gate,up}_proj``.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

@@ -5,8 +5,6 @@ The reader requires the ``SCHEMA_VERSION`` of a class. Numbers keep their type, 
 round-trip.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import types

@@ -1,7 +1,5 @@
 """Documents of the fetcher: downloads, peer downloads and image layers."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Durable files: written under a temporary name, synced, renamed."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Gateway settings of a service, in ``GATEWAY_DIR``; a rollback does not change them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import ClassVar, Final, Literal
 
@@ -26,7 +24,7 @@ class ReceiptProof:
     digest: str
 
     @staticmethod
-    def for_tree(tree: str, digest: str) -> ReceiptProof:
+    def for_tree(tree: str, digest: str) -> "ReceiptProof":
         return ReceiptProof(f"{tree}/{RECEIPT_NAME}", digest)
 
     @property

@@ -3,8 +3,6 @@
 The GPU driver of a GB10 needs blocks of 64 KiB and more. Limits: docs/decisions/0005.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Paths on a host; ``Paths`` resolves them below another root."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

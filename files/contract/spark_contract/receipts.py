@@ -1,7 +1,5 @@
 """Receipts: a tree is complete only if it has one, because it is written last."""
 
-from __future__ import annotations
-
 import os
 import stat
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 Times are UTC, see :func:`spark_contract.files.now`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 

@@ -1,7 +1,5 @@
 """``release.json``: the fixed configuration of a service."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Final, Literal

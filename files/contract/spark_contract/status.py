@@ -1,7 +1,5 @@
 """Documents that ``spark-host`` reads and prints: status, rollouts, evidence, cleanup, fabric."""
 
-from __future__ import annotations
-
 from dataclasses import astuple, dataclass, field
 from typing import ClassVar
 
@@ -35,7 +33,7 @@ class KeyUsage:
     received_bytes: int = 0
     sent_bytes: int = 0
 
-    def __add__(self, other: KeyUsage) -> KeyUsage:
+    def __add__(self, other: "KeyUsage") -> "KeyUsage":
         return KeyUsage(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
 

@@ -1,7 +1,5 @@
 """Commands, output prefixes and errors of the host tools."""
 
-from __future__ import annotations
-
 import shlex
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 Most names end with 12 digits of a digest.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterable

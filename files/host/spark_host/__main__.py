@@ -1,7 +1,5 @@
 """``spark-host VERB``: the entry point of everything that runs on the host."""
 
-from __future__ import annotations
-
 import errno
 import importlib
 import os

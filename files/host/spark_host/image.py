@@ -4,8 +4,6 @@ A local nginx serves shared blobs to docker, so that the image keeps the registr
 docker's API reports the bytes of each layer.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import os

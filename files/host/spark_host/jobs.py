@@ -1,7 +1,5 @@
 """Runs jobs and reports their states."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import queue

@@ -4,8 +4,6 @@ The gateway forwards requests for a closed service to that service's socket here
 serves, the request goes to the engine. nginx has already checked key, path and size.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

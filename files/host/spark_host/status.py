@@ -1,7 +1,5 @@
 """``spark-host status`` and ``evidence``: the host's state, and facts that are safe to publish."""
 
-from __future__ import annotations
-
 import json
 import mmap
 import re

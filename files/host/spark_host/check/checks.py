@@ -4,8 +4,6 @@ docs/reference/checks.md explains each. A healthy server never fails a ``must`` 
 a ``warn`` check, which is only reported and stored with the proof.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Answers are greedy, with log-probabilities. Steps are compared up to and includi
 different token, because both answers have the same prefix until then.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterable, Iterator

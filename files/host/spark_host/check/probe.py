@@ -1,7 +1,5 @@
 """Sends a check's requests to the running engine."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field

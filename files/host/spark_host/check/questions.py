@@ -1,7 +1,5 @@
 """Checks that ask questions about text, images or sounds."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

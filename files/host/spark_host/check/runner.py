@@ -1,7 +1,5 @@
 """Runs the checks of a release and writes the proof."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os
@@ -124,7 +122,7 @@ def check(
     return result
 
 
-def _check_worker(membership: Membership, level: str, report: Report) -> list[Finding]:
+def _check_worker(membership: "Membership", level: str, report: Report) -> list[Finding]:
     """Wait for the head, because only the head answers requests."""
     findings = [wait_until_joined(membership, report)]
     if findings[0].ok and level != "quick":

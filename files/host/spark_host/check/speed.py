@@ -1,7 +1,5 @@
 """Measures a release's speed with fixed greedy requests, and compares it with earlier results."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections import defaultdict

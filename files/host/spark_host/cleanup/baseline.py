@@ -1,7 +1,5 @@
 """Records the host before the first deploy, and finds packages and shared files that we changed."""
 
-from __future__ import annotations
-
 import grp
 import json
 import os

@@ -3,8 +3,6 @@
 Folders are renamed first, so that none looks complete after an interruption.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterable
 from contextlib import nullcontext, suppress

@@ -1,7 +1,5 @@
 """Finds checkpoints, caches, tools and images that we created, and measures their sizes."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable, Iterator

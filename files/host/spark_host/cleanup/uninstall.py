@@ -3,8 +3,6 @@
 An interrupted uninstall can be repeated.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@
 The engine processes untrusted input, so bytes and time are limited, even for headers.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import socket
@@ -43,7 +41,7 @@ class Metrics:
     samples: tuple[Sample, ...]
 
     @classmethod
-    def parse(cls, text: str) -> Metrics:
+    def parse(cls, text: str) -> "Metrics":
         samples: list[Sample] = []
         for raw_line in io.StringIO(text):  # not a list: a hostile engine may send millions
             line = raw_line.rstrip("\r\n")
@@ -180,7 +178,7 @@ class Engine:
         self._path = socket_path
 
     @classmethod
-    def for_release(cls, release: Release, paths: Paths) -> Engine:
+    def for_release(cls, release: Release, paths: Paths) -> "Engine":
         return cls(paths.engine_socket(release.service))
 
     def get(self, path: str, timeout_s: float = 10, limit_bytes: int = _RESPONSE_BYTES) -> Reply:

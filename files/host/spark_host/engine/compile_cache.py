@@ -6,8 +6,6 @@ failed. Engines can write anything to these folders, so coreutils copy and remov
 following links.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import time

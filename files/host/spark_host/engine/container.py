@@ -1,7 +1,5 @@
 """The engine's container: ``docker run`` command, account, environment, GPU and processes."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -4,8 +4,6 @@ Formats of vLLM 0.33 (kernels/linear, gdn, fused_moe, kv_cache_utils.py, gpu_wor
 gpu_model_runner.py, monitor.py, default_loader.py). Lines after the start may contain prompts.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field

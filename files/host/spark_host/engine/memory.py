@@ -1,7 +1,5 @@
 """The host's memory: available bytes, fragmentation, and the wait before an engine starts."""
 
-from __future__ import annotations
-
 import os
 import time
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """On-demand services: when they were used, their starts, and stops that free memory for others."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import time

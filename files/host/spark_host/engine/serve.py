@@ -3,8 +3,6 @@
 Image and checkpoints are verified before each start.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import stat

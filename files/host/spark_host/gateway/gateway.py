@@ -4,8 +4,6 @@ While the traffic file of a service exists, the gateway forwards requests. It is
 traffic is closed after a boot. Closing does not interrupt in-flight requests.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import secrets

@@ -3,8 +3,6 @@
 nginx logs each request; the lines are added to totals daily. A power cut or a kill can lose lines.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Addresses of bridges and tunnels appear late and change. Missing addresses are s
 nginx would not start with them.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import socket

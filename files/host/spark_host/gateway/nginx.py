@@ -3,8 +3,6 @@
 nginx matches the normalized path but would forward the original, so each route sets the path.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -3,8 +3,6 @@
 A proof is the result of a release's last check, and is valid for one run of the unit.
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any

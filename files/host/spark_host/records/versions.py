@@ -1,7 +1,5 @@
 """Reads and compares versions of kernel, driver and Docker, and suggests how to restore them."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

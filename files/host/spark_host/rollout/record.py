@@ -1,7 +1,5 @@
 """The record of a rollout, written at every step and polled by controllers."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager

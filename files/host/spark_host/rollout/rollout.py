@@ -4,8 +4,6 @@ The process may be killed at any point: all state is in systemd and files, and t
 enabled last, so ``recover`` or the next boot finds the old release.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The steps of a rollout, and protocols for the parts of a host that they use."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 Ranks stay connected to the head's port, so the kernel's tables show which members have joined.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import re
 import socket

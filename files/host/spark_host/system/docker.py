@@ -1,7 +1,5 @@
 """Queries docker through its API socket; changes containers and images with its client."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -5,8 +5,6 @@ so that no host stays unreachable. The measurement finds slow cables, wrong rout
 are too large. Its listener accepts only the holder of a one-time token, and then exits.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hmac

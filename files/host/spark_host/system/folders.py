@@ -4,8 +4,6 @@ The owner may replace entries at any time, so root opens them without following 
 changes them by descriptor.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

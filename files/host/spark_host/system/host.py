@@ -3,8 +3,6 @@
 Tests simulate :class:`Host`.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

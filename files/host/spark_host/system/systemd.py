@@ -1,7 +1,5 @@
 """Queries and controls systemd with ``systemctl`` and ``journalctl``."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """The daily inspection; `status` and `doctor` report its problems."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

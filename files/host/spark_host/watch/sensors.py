@@ -3,8 +3,6 @@
 Any field may be ``[N/A]``. Field names: ``nvidia-smi --help-query-gpu`` of driver 580.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from spark_contract import release

@@ -4,8 +4,6 @@ A start allocates many GiB within seconds, so a thread samples the memory four t
 the release is proven. Loading fragments memory, so another thread drops caches and compacts memory.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 
@@ -45,7 +43,7 @@ class StartGuard:
         # Memory was compacted just before, but is still fragmented.
         self._fragmented = blocks if blocks is not None and blocks.is_fragmented else None
 
-    def __enter__(self) -> StartGuard:
+    def __enter__(self) -> "StartGuard":
         for work in (self._sample, self._open_process, self._keep_blocks_free):
             threading.Thread(target=work, daemon=True).start()
         self._sampled.wait(_EVENT_WAIT_S)

@@ -3,8 +3,6 @@
 systemd then restarts the unit, up to the start limit.
 """
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import subprocess
