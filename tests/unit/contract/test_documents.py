@@ -28,7 +28,7 @@ class Work:
     size: tuple[int, int]
     limit_s: float
     env: dict[str, str]
-    names: frozenset[str]
+    names: tuple[str, ...]
     proof: Receipt | Absent
     more: Any
     user: str | None
@@ -37,7 +37,7 @@ class Work:
 
 
 WORK = Work(came="a", state="done", argv=("x", "y"), size=(1, 2), limit_s=600, env={"k": "v"},
-            names=frozenset("ba"), proof=Absent("/tree"), more={"any": [1]}, user=None)  # fmt: skip
+            names=("a", "b"), proof=Absent("/tree"), more={"any": [1]}, user=None)  # fmt: skip
 DATA = {
     "schema_version": 2, "from": "a", "state": "done", "argv": ["x", "y"], "size": [1, 2],
     "limit_s": 600, "env": {"k": "v"}, "names": ["a", "b"], "proof": {"absent": "/tree"},

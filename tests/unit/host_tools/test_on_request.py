@@ -10,11 +10,11 @@ import pytest
 from gateway_client import CHAT
 from on_request_host import GIB, add_service, add_services, on_request_host
 from spark_contract.records import Stopped
+from spark_host import relay
 from spark_host.engine import on_request
 from spark_host.engine.client import Engine
 from spark_host.engine.on_request import Limits, Switch
 from spark_host.gateway import gateway
-from spark_host.on_request import relay
 from spark_host.records import boot
 from spark_host.system.host import write_document
 from stub_host import wait_until
