@@ -7,11 +7,20 @@ from pathlib import Path
 
 import pytest
 from engine_process import run_engine
+from plain_weights import write_plain
 
-from proofs.trees.build import VARIANTS, build, plan
+from proofs.trees.build import (
+    VARIANTS,
+    build,
+    damaged,
+    drop_names,
+    names_of,
+    plan,
+    rewrite,
+    stored_bytes,
+)
 from spark_deploy.config.checkout import CHECKOUT
 from tests.unit.planning.plans import shipped_catalog
-from tests.unit.plugin import plugin_hybrids as hybrids
 
 HERE = Path(__file__).parent
 
@@ -66,18 +75,20 @@ def sources(work):
 
 
 @pytest.fixture(scope="module")
-def hybrid(sources):
-    return hybrids.Hybrid(*sources)
+def trees(sources, work):
+    for name in ("overlay", "full", "overlay-head8", "full-head8"):
+        build(plan(*sources, work / name, VARIANTS[name]), work)
+    return work
 
 
 @pytest.fixture(scope="module")
-def plain(hybrid, work):
-    return hybrid.write_plain(work / "plain", head="int8-g128")
+def overlay(trees):
+    return trees / "overlay-head8"
 
 
 @pytest.fixture(scope="module")
-def overlay(hybrid, work):
-    return hybrid.write(work / "overlay", layout="overlay", head="int8-g128")
+def plain(sources, work, overlay):
+    return write_plain(*sources, work / "plain", overlay)
 
 
 @pytest.fixture(scope="module")
@@ -90,10 +101,9 @@ def test_installed_engine_passes_the_plugin_check(engine):
     assert re.search(r"vLLM 0\.32\.0 is compatible \(\d\d+ checks\)", result.stdout)
 
 
-def test_plugin_dequantizes_tensors_bit_for_bit(engine, hybrid, work, overlay, plain):
-    full = hybrid.write(work / "full-keep", layout="full")
-    kept = hybrid.write_plain(work / "plain-keep")
-    pairs = [str(path) for path in (overlay, plain, full, kept)]
+def test_plugin_dequantizes_tensors_bit_for_bit(engine, sources, trees, overlay, plain):
+    kept = write_plain(*sources, trees / "plain-keep", trees / "overlay")
+    pairs = [str(path) for path in (overlay, plain, trees / "full", kept)]
     result = engine.run(str(HERE / "engine_tensors.py"), *pairs)
     counts = json.loads(result.stdout.splitlines()[-1])
     assert counts[0] == counts[1] > 200
@@ -110,12 +120,11 @@ def test_portable_overlay_generates_the_same_tokens_as_the_plain_checkpoint(
 
 
 def test_full_layout_with_drafts_generates_the_same_tokens_as_the_plain_checkpoint(
-    engine, hybrid, work, reference
+    engine, trees, reference
 ):
-    full = hybrid.write(work / "full", layout="full", head="int8-g128")
     speculation = {"method": "mtp", "num_speculative_tokens": 2}
     answers, log = engine.answers(
-        full, load_format="spark_portable", speculative_config=speculation
+        trees / "full-head8", load_format="spark_portable", speculative_config=speculation
     )
     assert [tokens[0] for tokens in answers["tokens"]] == [
         tokens[0] for tokens in reference["tokens"]
@@ -145,24 +154,17 @@ def test_engine_accepts_drafts_of_an_int4_drafter_with_sampling(engine, sources,
     assert re.search(rf"dequantized \d+ tensors .*int4 {packed}\b.* for Qwen3_5MoeMTP", log)
 
 
-def test_engine_rejects_a_missing_scale_before_loading(engine, hybrid, work):
-    tree = hybrid.write(work / "damaged", layout="overlay")
-    index = json.loads((tree / hybrids.INDEX).read_text())
-    name = next(name for name in index["weight_map"] if name.endswith("weight_scale_inv_fp8"))
-    del index["weight_map"][name]
-    (tree / hybrids.INDEX).write_text(json.dumps(index))
+def test_engine_rejects_a_missing_scale_before_loading(engine, trees):
+    tree = damaged(trees / "overlay", "no-scale")
+    name = next(name for name in names_of(tree) if name.endswith("weight_scale_inv_fp8"))
+    drop_names(tree, {name})
     assert f"lacks {name}" in engine.refusal("engine_config.py", tree)
 
 
-def test_engine_rejects_a_nan_scale_and_names_the_tensor(engine, hybrid, work):
-    tree = hybrid.write(work / "not-a-number", layout="overlay")
-    [shard] = [path for path in tree.glob("*.safetensors") if "overlay" in path.name]
-    tensors = hybrids.read_shard(shard)
+def test_engine_rejects_a_nan_scale_and_names_the_tensor(engine, trees):
+    tree = damaged(trees / "overlay", "not-a-number")
     name = "model.language_model.layers.1.mlp.shared_expert.down_proj.weight_scale_inv_fp8"
-    dtype, shape, data = tensors[name]
-    assert dtype == "BF16"
-    tensors[name] = hybrids.Raw(dtype, shape, b"\xc0\x7f" + bytes(data)[2:])
-    hybrids.write_shard(shard, tensors)
+    rewrite(tree, name, b"\xc0\x7f" + stored_bytes(tree, name)[2:])
     log = engine.refusal("engine_run.py", tree, load_format="spark_portable")
     assert "are not positive" in log
     assert "layers.1.mlp.shared_expert.down_proj.weight" in log

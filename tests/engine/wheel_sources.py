@@ -8,18 +8,15 @@ and cache a test fails rather than skips.
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import subprocess
 import sys
-import urllib.request
 import zipfile
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
-BLOCK_BYTES = 1 << 18
+import fsspec
 
 
 @dataclass(frozen=True)
@@ -37,53 +34,6 @@ HASHES = {
     ("vllm", "0.33.0", ARM): "e9e404f52c8494b69bd83fe99fe7ecfa9f6b89fbd156d2a9639c24ea41d6d606",
 }
 RELEASES = {wheel[1]: Release(*wheel, sha256) for wheel, sha256 in HASHES.items()}
-
-
-class RangeFile(io.RawIOBase):
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self._position = 0
-        self._blocks: dict[int, bytes] = {}
-
-    @cached_property
-    def size_bytes(self) -> int:
-        request = urllib.request.Request(self._url, method="HEAD")
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return int(answer.headers["Content-Length"])
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.size_bytes}
-        self._position = start[whence] + offset
-        return self._position
-
-    def read(self, size: int = -1) -> bytes:
-        end = self.size_bytes if size < 0 else min(self._position + size, self.size_bytes)
-        first, last = self._position // BLOCK_BYTES, max(self._position, end - 1) // BLOCK_BYTES
-        data = b"".join(self._block(number) for number in range(first, last + 1))
-        start = self._position - first * BLOCK_BYTES
-        part = data[start : start + end - self._position]
-        self._position += len(part)
-        return part
-
-    def _block(self, number: int) -> bytes:
-        if number not in self._blocks:
-            first = number * BLOCK_BYTES
-            last = min(first + BLOCK_BYTES, self.size_bytes) - 1
-            request = urllib.request.Request(self._url, headers={"Range": f"bytes={first}-{last}"})
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                if answer.status != 206:
-                    raise OSError(f"{self._url}: HTTP {answer.status}, the index has no ranges")
-                self._blocks[number] = answer.read()
-        return self._blocks[number]
 
 
 def locate(release: Release) -> str:
@@ -123,7 +73,8 @@ def fetch(version: str, files: set[str]) -> Path:
     absent = set(json.loads(absent_path.read_text())) if absent_path.exists() else set()
     missing = sorted(file for file in files - absent if not (root / file).exists())
     if missing:
-        with zipfile.ZipFile(RangeFile(locate(release))) as wheel:
+        remote = fsspec.open(locate(release), block_size=1 << 18)
+        with remote as file, zipfile.ZipFile(file) as wheel:
             inside = set(wheel.namelist())
             for file in missing:
                 if file in inside:

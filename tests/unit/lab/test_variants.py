@@ -1,7 +1,5 @@
 import json
-import re
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -21,12 +19,6 @@ def test_lab_variant_has_every_file_it_names(name):
     subprocess.run(["sh", "-n", read.directory / "owner.sh"], check=True)
     system = read.settings.get("expect", {}).get("os")
     assert system == (f"debian {read.release.version}" if read.release else None)
-
-
-def test_lab_code_contains_no_variant_name():
-    names = "|".join(map(re.escape, variant.names()))
-    for path in Path(variant.__file__).parent.rglob("*.py"):
-        assert not re.search(rf"\b({names})\b", path.read_text()), path
 
 
 def test_every_recorded_variant_passed_and_kept_the_owners_files():

@@ -1,15 +1,15 @@
-"""An INT4 base and an FP8 donor of two layers, with the real names and random bytes."""
+"""An INT4 base of three layers, with the real names and random bytes."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from plugin_hybrids import INDEX
 
+from lab.model.safetensors import INDEX
 from tests.unit.checkpoint.builder_shards import Raw, bf16_tensor, write_shard
 
-HIDDEN, WIDTH, VOCABULARY, LAYERS, EXPERTS, GROUP = 256, 384, 64, 2, 2, 128
+HIDDEN, WIDTH, VOCABULARY, LAYERS, EXPERTS, GROUP = 256, 384, 64, 3, 2, 128
 TEXT = "model.language_model."
 
 
@@ -19,15 +19,6 @@ class Random:
 
     def bf16(self, *shape: int) -> Raw:
         return bf16_tensor(self._random.normal(0, 0.05, shape).astype(np.float32))
-
-    def fp8(self, out: int, width: int) -> dict[str, Raw]:
-        codes = self._random.integers(0, 256, (out, width), np.uint8)
-        codes[(codes & 127) == 127] = 0
-        scale = self._random.uniform(0.001, 0.01, (-(-out // 128), -(-width // 128)))
-        return {
-            "weight": Raw("F8_E4M3", (out, width), codes.tobytes()),
-            "weight_scale_inv": bf16_tensor(scale.astype(np.float32)),
-        }
 
     def int4(self, out: int, width: int) -> dict[str, Raw]:
         packed = self._random.integers(0, 2**32, (width // 8, out), np.uint32)
@@ -110,11 +101,9 @@ def base_config() -> dict[str, Any]:
     }
 
 
-def write_sources(out: Path) -> tuple[Path, Path]:
+def write_base(base: Path) -> Path:
     random = Random(seed=20)
-    base, donor = out / "base", out / "donor"
     base.mkdir()
-    donor.mkdir()
     target, index = _target(random), {}
     half = len(target) // 2
     files = {
@@ -127,11 +116,4 @@ def write_sources(out: Path) -> tuple[Path, Path]:
         index.update(dict.fromkeys(tensors, file))
     (base / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}))
     (base / "config.json").write_text(json.dumps(base_config()))
-    swapped = {
-        f"{module}.{part}": raw
-        for layer in range(LAYERS)
-        for module, shape in _shared(f"{TEXT}layers.{layer}").items()
-        for part, raw in random.fp8(*shape).items()
-    }
-    write_shard(donor / "model.safetensors", swapped)
-    return base, donor
+    return base

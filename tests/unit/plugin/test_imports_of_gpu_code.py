@@ -43,11 +43,3 @@ def test_every_import_exists():
     imports = {(module, name, path.name) for path in FILES for module, name in imported(path)}
     assert len(imports) > 100
     assert [entry for entry in imports if not exists(*entry[:2])] == []
-
-
-def test_missing_modules_and_names_are_detected():
-    assert exists("spark_vllm.head.kernel", "logits")
-    assert exists("spark_vllm.head", "kernel")
-    assert not exists("spark_vllm", "lm_head_kernel")
-    assert not exists("spark_vllm.lm_head_table", "Tile")
-    assert not exists("spark_vllm.head.kernel", "logit")

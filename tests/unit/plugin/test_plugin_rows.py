@@ -53,14 +53,8 @@ WRONG = {
     "string instead of a list": ("requires: {does: a}", "expected exists, absent"),
     "string of parameters": ("requires: {takes: a}", "a list of strings"),
     "string of keywords": ("requires: {takes: [a], keywords: bc}", "a list of strings"),
-    "unknown decorator": (
-        "requires: {takes: [], decorator: cached}",
-        "expected exists, absent",
-    ),
-    "unknown key of a requirement": (
-        "requires: {takes: [], keyword: [a]}",
-        "expected exists",
-    ),
+    "unknown decorator": ("requires: {takes: [], decorator: cached}", "expected exists, absent"),
+    "unknown key of a requirement": ("requires: {takes: [], keyword: [a]}", "expected exists"),
     "no requirement": ("", "expected symbol, requires, reason"),
     "unknown key": ("requires: exists\n  version: [0.30.0]", "expected symbol, requires"),
     "unsupported engine": ("requires: exists\n  versions: [0.1.0]", "versions from 0.30.0"),

@@ -1,11 +1,11 @@
 import json
-from pathlib import Path
 
 import pytest
 
 from proofs.judges.answers import TRAINED_NOISE, TURBOQUANT_NOISE, answers_agree
+from spark_deploy.config.checkout import CHECKOUT
 
-RESULTS = Path(__file__).parents[3] / "proofs/results/gpu"
+RESULTS = CHECKOUT / "proofs/results/gpu"
 TRAINED = ("engine-speculation", "engine-profiles", "engine-0.30.0", "engine-0.32.0")
 STOCK = "tq-stock-full-mtp2: "
 
@@ -34,3 +34,24 @@ def test_only_turboquant_of_the_plugin_gives_the_answers_of_a_single_sequence():
     assert not answers_agree(stock, TURBOQUANT_NOISE)
     accepted = [numbers["acceptance"] for numbers in own.values() if numbers["acceptance"]]
     assert stock["acceptance"] < min(accepted) - 0.04
+
+
+DAMAGED = {
+    "recall-recall": 3,
+    "recall-prefixes": 3,
+    "recall-drafts": 1,
+    "recall-sampling": 2,
+    "recall-flashinfer": 2,
+    "recall-turboquant": 0,
+    "recall-wide": 0,
+}
+"""Number of damaged engines that failed, by result file."""
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_recorded_recall_results_pass_and_detect_damaged_engines(name):
+    rows = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+    assert [row["claim"] for row in rows if row["passed"] is False] == []
+    marks = ("damage", "noise", "fi-gdn-states")
+    damaged = [row for row in rows if row["passed"] and any(mark in row["claim"] for mark in marks)]
+    assert len(damaged) == DAMAGED[name]
