@@ -322,9 +322,8 @@ def host_operation(body: Callable[P, Commands | None]) -> PyinfraOperation[P]:
         except Exception as error:
             if isinstance(error, PyinfraError) and not current_state.is_executing:
                 raise
-            text = str(
-                error if isinstance(error, HostError) else _describe_error(body.__name__, error)
-            )
+            is_expected = isinstance(error, HostError)
+            text = str(error if is_expected else _describe_error(body.__name__, error))
             if not current_state.is_executing:
                 log_lines(current_host(), text)
             yield FunctionCommand(_report_failure, [text], {})

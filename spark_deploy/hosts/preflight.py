@@ -112,9 +112,8 @@ def _health_findings(plan: PreflightPlan, survey: Survey) -> Iterator[Finding]:
     if not survey.sudo_works:
         message = f"{survey.user} cannot become root without a password"
         yield error("sudo", message, "run `pyinfra INVENTORY deploys/bootstrap.py` once")
-    if (
-        survey.docker_silent == "active" and survey.sudo_works
-    ):  # without root, docker cannot respond
+    # Without root, docker cannot respond.
+    if survey.docker_silent == "active" and survey.sudo_works:
         message = "the daemon is running but does not respond, so unmanaged containers are unknown"
         fix = "check `journalctl -u docker` on the host; restart docker if needed"
         yield error("docker", message, fix)

@@ -146,11 +146,8 @@ class HostStatus:
     def unknown_versions_message(self) -> str:
         """Return a message about versions that the host could not read in time; "" if none."""
         names = ", ".join(self.report.versions_unknown) if self.report else ""
-        return (
-            f"{names} did not report a version in time; assuming unchanged versions"
-            if names
-            else ""
-        )
+        message = f"{names} did not report a version in time; assuming unchanged versions"
+        return message if names else ""
 
     def unproven_reason(self, service: str, release: str) -> str:
         """Return why ``release`` is not served with a passed check; "" if it is."""

@@ -37,9 +37,8 @@ _INTERFACE = re.compile(r"en(?:P(\d+))?p(.*)")
 _RDMA_ARGUMENTS = ("--ulimit=memlock=-1:-1", "--device=/dev/infiniband")
 # Each release has two of these ports on the fabric, so members of different releases never meet.
 _FIRST_PORT = 29500
-_CONFIRMATION_TIMEOUT_S = (
-    90  # without a new login in this time, the previous network settings are restored
-)
+# Without a new login in this time, the previous network settings are restored.
+_CONFIRMATION_TIMEOUT_S = 90
 _PORTS = 2000
 
 

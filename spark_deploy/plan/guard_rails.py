@@ -294,11 +294,8 @@ def _architecture_problems(
     if engine is None or not name or loads_unlisted_model(profile) or engine.supports(name):
         return
     others = [v for v, engine in engines.engines.items() if engine.supports(name)]
-    fix = (
-        f"use an image with {ENGINE_NAME} {', '.join(others)}"
-        if others
-        else "choose another repository"
-    )
+    fix = f"use an image with {ENGINE_NAME} {', '.join(others)}"
+    fix = fix if others else "choose another repository"
     what = f"{ENGINE_NAME} {version} does not support its architecture {name}"
     yield Problem(f"model {model.name}", what, f"{fix}, or set engine.options.model-impl")
 

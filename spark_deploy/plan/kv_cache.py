@@ -180,9 +180,8 @@ def _plain_shape(model: PlainModel, profile: Profile) -> CacheShape | None:
     layers = (*anatomy.cache, *(drafter.cache if drafter else ()))
     states = [layer for layer in layers if layer.kind == "state"]
     attention = [layer for layer in layers if layer.kind != "state"]
-    page_tokens = (
-        parse_whole_number(canonical_options(profile.options).get("block-size")) or _PAGE_TOKENS
-    )
+    configured = parse_whole_number(canonical_options(profile.options).get("block-size"))
+    page_tokens = configured or _PAGE_TOKENS
     sizes = {max(1, round(layer.token_bytes * width)) for layer in attention}
     if len(sizes) != 1 or len(states) > 1:
         return _upper_bound_shape(layers, width, page_tokens)

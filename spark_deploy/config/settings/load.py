@@ -62,7 +62,9 @@ def load_hosts(
     must_serve: bool = True,
 ) -> dict[str, HostSettings]:
     reader = _Reader(root, checkout, must_serve)
-    common = reader.common_layers()
+    common = reader.file_layers(checkout / "group_vars" / "all.yml")
+    if root.resolve() != checkout.resolve():
+        common += reader.file_layers(root / "group_vars" / "all.yml")
     overriding = reader.layers("--data", nest_dotted_keys(overrides)) if overrides else []
     loaded: dict[str, HostSettings] = {}
     for group, hosts in groups.items():
@@ -137,12 +139,6 @@ class _Reader:
     checkout: Path
     must_serve: bool
     problems: list[Problem] = dataclasses.field(default_factory=list)
-
-    def common_layers(self) -> list[_Layer]:
-        layers = self.file_layers(self.checkout / "group_vars" / "all.yml")
-        if self.root.resolve() != self.checkout.resolve():
-            layers += self.file_layers(self.root / "group_vars" / "all.yml")
-        return layers
 
     def file_layers(self, path: Path) -> list[_Layer]:
         if not path.exists():
