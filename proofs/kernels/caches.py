@@ -18,14 +18,9 @@ def open_backend(
     shape: tuple[int, int, int],
     tokens: int,
 ) -> Any:
-    """Return the plugin's or the stock backend of a layer.
+    """Return a layer's backend, the plugin's (``own``) or the stock one, for up to ``tokens``.
 
-    Args:
-        patch: sets an attribute of a module, such as ``monkeypatch.setattr``.
-        own: the plugin's.
-        preset: cache format, such as ``turboquant_k8v4``.
-        shape: heads, KV heads and head size.
-        tokens: longest context.
+    ``patch`` is a function like ``setattr``; ``shape`` is heads, KV heads and head size.
     """
     from spark_vllm import turboquant
     from vllm.v1.attention.backends import turboquant_attn as stock
@@ -47,10 +42,7 @@ def dequantize_slots(slots: Any, config: Any) -> tuple[Any, Any]:
 
     A slot holds the key (FP8, or centroid numbers and a 16-bit norm) and then the value (numbers,
     a 16-bit scale and a 16-bit smallest value); numbers lie one after the other, low bits first.
-
-    Args:
-        slots: bytes ``[tokens, heads, slot]``.
-        config: the engine's ``TurboQuantConfig``: bit widths and sizes of the format.
+    ``slots`` are bytes ``[tokens, heads, slot]``; ``config`` is the engine's ``TurboQuantConfig``.
     """
     size, key_bytes = config.head_dim, config.key_packed_size
     if config.key_fp8:

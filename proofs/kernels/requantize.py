@@ -20,12 +20,8 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [
-    str(ROOT),
-    str(ROOT / "files/contract"),
-    str(ROOT / "files/checkpoint"),
-    str(ROOT / "files/image"),
-]
+HOMES = (".", "files/contract", "files/checkpoint", "files/image")
+sys.path[:0] = [str(ROOT / home) for home in HOMES]
 
 from spark_checkpoint.directory import read_checkpoint  # noqa: E402
 from spark_checkpoint.number_formats import unpack_int4  # noqa: E402
@@ -206,22 +202,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--packages", type=Path, required=True, help="folder with AutoRound")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument(
-        "--work",
-        type=Path,
-        required=True,
-        help="empty, or the directory of an earlier run to judge again",
-    )
+    hint = "empty, or the directory of an earlier run to judge again"
+    parser.add_argument("--work", type=Path, required=True, help=hint)
     options = parser.parse_args()
     work = options.work.resolve()
     values = rescale_channels(5)
-    for name in (
-        "16-bit",
-        "ours",
-        "damaged",
-        *(f"{name}-plain" for name in ("ours", "damaged", *ITERATIONS)),
-    ):
+    for name in ("16-bit", "ours", "damaged"):
         shutil.rmtree(work / name, ignore_errors=True)
+    for name in ("ours", "damaged", *ITERATIONS):
+        shutil.rmtree(work / f"{name}-plain", ignore_errors=True)
     repository.write_plain(work / "16-bit", TINY, values, vocabulary.train(TINY.vocabulary))
     trees = {"ours": round_to_nearest(values, work / "ours")}
     for name, iters in ITERATIONS.items():

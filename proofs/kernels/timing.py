@@ -12,13 +12,9 @@ import triton.language as tl
 def graph_us(
     work: Callable[[], object], launches: int = 8, replays: int = 9, *, new_outputs: bool = False
 ) -> float:
-    """Return the median time of a call of ``work`` in microseconds.
+    """Return the median time of a call of ``work`` in microseconds, ``launches`` per graph.
 
-    Args:
-        work: the call to time.
-        launches: calls per graph.
-        replays: runs of the graph.
-        new_outputs: each call writes to new memory, as in a first step; otherwise calls share it.
+    With ``new_outputs`` each call writes to new memory, as in a first step.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

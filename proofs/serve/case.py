@@ -143,14 +143,10 @@ def judge_talk(result: dict[str, Any], profile: str, *, pictures: bool) -> list[
             **together,
         ),
     ]
-    rows.append(
-        row(
-            f"{name}: sampled requests without a seed are answered",
-            bool(result["sampled"]) and not failed_checks(result["sampled"]),
-            [],
-            findings=result["sampled"],
-        )
-    )
+    sampled = result["sampled"]
+    claim = f"{name}: sampled requests without a seed are answered"
+    passed = bool(sampled) and not failed_checks(sampled)
+    rows.append(row(claim, passed, [], findings=sampled))
     if "--speculative-config" in result["argv"]:
         counted = Metrics.parse("\n".join(result["counters"]))
         share = round((counted.accepted or 0) / counted.drafted, 3) if counted.drafted else 0.0
@@ -158,28 +154,16 @@ def judge_talk(result: dict[str, Any], profile: str, *, pictures: bool) -> list[
     talked = result["conversation"]
     again = talked["answers"][0] == talked["answers"][1]
     if "--enable-prefix-caching" in result["argv"]:
-        hits = talked["tokens_found"]
-        rows.append(
-            row(
-                f"{name}: later turns of a conversation hit the cache, answers stay the same",
-                again and min(hits[1:]) > 0,
-                [],
-                **talked,
-            )
-        )
+        claim = f"{name}: later turns of a conversation hit the cache, answers stay the same"
+        rows.append(row(claim, again and min(talked["tokens_found"][1:]) > 0, [], **talked))
     else:
-        rows.append(
-            row(f"{name}: a repeated conversation gets the same answers", again, [], **talked)
-        )
+        claim = f"{name}: a repeated conversation gets the same answers"
+        rows.append(row(claim, again, [], **talked))
     if pictures:
         answers = result["pictures"]
+        passed = all(answers) and answers[0] == answers[2]
         rows.append(
-            row(
-                f"{name}: requests with pictures are answered",
-                all(answers) and answers[0] == answers[2],
-                [],
-                answers=answers,
-            )
+            row(f"{name}: requests with pictures are answered", passed, [], answers=answers)
         )
     return rows
 
@@ -270,13 +254,9 @@ def judge_kernels(name: str, pinned: list[str], log: str) -> dict[str, Any]:
 
 
 def prove(tree: Path, out: Path, plan_path: Path, kind: str = "") -> list[dict[str, Any]]:
-    """Serve ``tree``, write the result file, return the rows.
+    """Serve ``tree`` like the first host of a JSON plan, write the result file, return the rows.
 
-    Args:
-        tree: the checkpoint.
-        out: the result file.
-        plan_path: output of ``spark-deploy plan --estimate --json``; the first host counts.
-        kind: ``pictures`` keeps the vision tower, ``long`` samples the watchdog's metrics.
+    Kind ``pictures`` keeps the vision tower; ``long`` samples the watchdog's metrics.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     log_path = out.with_suffix(".log")
