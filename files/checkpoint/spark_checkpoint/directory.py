@@ -2,14 +2,14 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from spark_contract.paths import RECEIPT_NAME
 
 from spark_checkpoint import InputError, ValidationError
-from spark_checkpoint.headers import Header, Tensor, read_header
+from spark_checkpoint.headers import Header, Tensor, parse_weight_map, read_header
 from spark_checkpoint.storage import read_buffers
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -114,17 +114,6 @@ def read_index(directory: Path) -> dict[str, str] | None:
     if not path.exists():
         return None
     return parse_weight_map(_read(path), str(path), "download it again")
-
-
-def parse_weight_map(
-    raw: bytes, where: str, fix: str, keep: Callable[[str], bool] = lambda name: True
-) -> dict[str, str]:
-    """Return the file of each tensor from an index, for names that satisfy ``keep``."""
-    names = parse_object(raw, where, fix).get("weight_map")
-    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
-        raise ValidationError(where, "has no weight_map from tensor names to files", fix)
-    files: dict[str, str] = {}  # equal strings share an object, to save memory
-    return {name: files.setdefault(file, file) for name, file in names.items() if keep(name)}
 
 
 def read_config(directory: Path) -> dict[str, Any]:

@@ -1,10 +1,10 @@
-"""Read, check and write safetensors headers."""
+"""Read, check and write safetensors headers; read the weight map of an index."""
 
 import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -12,6 +12,63 @@ from typing import Any, NamedTuple, NoReturn
 from spark_contract.files import name_file_in_errors
 
 from spark_checkpoint import ValidationError
+
+_WEIGHT_MAP = "weight_map"
+_SPACE = rb"[ \t\n\r]*"
+_STRING = _SPACE + rb'"([^"\\\x00-\x1f]*)"' + _SPACE
+_WEIGHT_MAP_START = re.compile(rb'"weight_map"' + _SPACE + b":" + _SPACE + rb"\{")
+_WEIGHT_MAP_ENTRY = re.compile(_STRING + b":" + _STRING + rb"([,}])")
+
+
+def parse_weight_map(
+    raw: bytes, where: str, fix: str, keep: Callable[[str], bool] = lambda name: True
+) -> dict[str, str]:
+    """Return the file of each tensor from an index, for names that satisfy ``keep``."""
+    try:
+        names = _scan_weight_map(raw, keep)
+        if names is not None:
+            return names
+        document = json.loads(raw.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValidationError(where, f"is not valid JSON ({error})", fix) from error
+    names = document.get(_WEIGHT_MAP) if isinstance(document, dict) else None
+    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+        raise ValidationError(where, "has no weight_map from tensor names to files", fix)
+    return {name: file for name, file in names.items() if keep(name)}
+
+
+def _scan_weight_map(raw: bytes, keep: Callable[[str], bool]) -> dict[str, str] | None:
+    """Read the map with regular expressions, or return None if it needs the JSON parser.
+
+    This saves memory, because an index has up to 280,000 names. Afterwards the document is parsed
+    with the constant NaN in place of the map, to check that the map is at the top level.
+    """
+    start = _WEIGHT_MAP_START.search(raw)
+    if start is None:
+        return None
+    names: dict[str, str] = {}
+    files: dict[bytes, str] = {}
+    position, separator = start.end(), b","
+    while separator == b",":
+        entry = _WEIGHT_MAP_ENTRY.match(raw, position)
+        if entry is None:
+            return None
+        name, separator, position = entry[1].decode("utf-8"), entry[3], entry.end()
+        if keep(name):
+            file = files.get(entry[2])
+            names[name] = file or files.setdefault(entry[2], entry[2].decode("utf-8"))
+    marker = object()
+    constants = []
+
+    def replace_constant(constant: str) -> object:
+        constants.append(constant)
+        return marker
+
+    without_map = raw[: start.end() - 1] + b"NaN" + raw[position:]
+    document: Any = json.loads(without_map.decode("utf-8"), parse_constant=replace_constant)
+    is_top_level = isinstance(document, dict) and document.get(_WEIGHT_MAP) is marker
+    return names if is_top_level and len(constants) == 1 else None
+
 
 # Format of safetensors 0.8: the length N in 8 bytes (little-endian), N bytes of JSON that starts
 # with ``{``, and a buffer without holes. Offsets are relative to the start of the buffer.

@@ -223,3 +223,40 @@ def test_accepts_padding_after_the_object():
 def test_never_writes_a_name_twice():
     with pytest.raises(ValidationError, match="written twice"):
         headers.format_header([("a", "U8", (1,)), ("a", "U8", (1,))], {})
+
+
+TEXT = st.text(max_size=8)
+LAYOUTS = ({}, {"indent": 2}, {"indent": "\t"}, {"separators": (",", ":")}, {"ensure_ascii": False})
+
+
+def read_map(text, **more):
+    return headers.parse_weight_map(
+        text.encode("utf-8", "surrogatepass"), "index", "fetch it", **more
+    )
+
+
+@given(st.dictionaries(TEXT, TEXT, max_size=6), st.sampled_from(LAYOUTS), st.booleans())
+def test_index_scanner_agrees_with_json_parser(names, layout, first):
+    rest = {"metadata": {"total_size": 1, "weight_map": {"not": "this"}}}
+    document = {"weight_map": names, **rest} if first else {**rest, "weight_map": names}
+    text = json.dumps(document, **layout)
+    assert read_map(text) == json.loads(text)["weight_map"]
+
+
+def test_scanner_reads_common_indexes_without_json_fallback(monkeypatch):
+    names = {f"layers.{n}.weight": f"model-{n // 100}.safetensors" for n in range(1000)}
+    text = json.dumps({"metadata": {}, "weight_map": names}, indent=2)
+    sizes, loads = [], json.loads
+    monkeypatch.setattr(
+        json, "loads", lambda part, **how: sizes.append(len(part)) or loads(part, **how)
+    )
+    actual = read_map(text)
+    assert actual == names
+    assert max(sizes) < 100
+    assert len({id(file) for file in actual.values()}) == 10
+
+
+def test_keeps_only_selected_names_and_last_entry_of_repeated_names():
+    text = '{"weight_map": {"a": "x", "b": "y"}}'
+    assert read_map(text, keep=lambda name: name == "b") == {"b": "y"}
+    assert read_map('{"weight_map": {"a": "x", "a": "y"}}') == {"a": "y"}

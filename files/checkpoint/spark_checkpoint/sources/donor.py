@@ -12,7 +12,7 @@ from spark_contract.builder_api import DonorUrl
 from spark_contract.fetching import TransferOptions
 
 from spark_checkpoint import ValidationError, headers
-from spark_checkpoint.directory import INDEX_NAME, Span, parse_weight_map, read_checkpoint
+from spark_checkpoint.directory import INDEX_NAME, Span, read_checkpoint
 from spark_checkpoint.progress import Progress
 from spark_checkpoint.sources.client import HttpClient, NotFoundError
 from spark_checkpoint.storage import write_durably
@@ -87,7 +87,7 @@ class RepositoryFiles:
     def index(self, keep: Callable[[str], bool] = lambda name: True) -> dict[str, str]:
         """Return the shard of each tensor from the index, for names that satisfy ``keep``."""
         raw = self.client.read_whole(self.url(INDEX_NAME), _INDEX_LIMIT_BYTES)
-        return parse_weight_map(raw, self.url(INDEX_NAME), "check the repository", keep)
+        return headers.parse_weight_map(raw, self.url(INDEX_NAME), "check the repository", keep)
 
     def header(self, shard: str) -> headers.Header:
         url = self.url(shard)
