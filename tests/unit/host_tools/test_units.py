@@ -11,7 +11,11 @@ from spark_deploy.plan.types import HostPlan
 from tests.unit.planning.plans import shipped
 
 UNITS = REPOSITORY / "files" / "units"
-RELEASES = [plan.release for _, _, plan in shipped() if isinstance(plan, HostPlan)]
+
+
+@pytest.fixture(scope="module")
+def releases():
+    return [plan.release for _, _, plan in shipped() if isinstance(plan, HostPlan)]
 
 
 def read_unit(text):
@@ -57,12 +61,12 @@ def limit_outlasts_all_starts(unit, service):
     return int(unit["StartLimitIntervalSec"]) > int(unit["StartLimitBurst"]) * longest_s
 
 
-def test_start_limit_can_trigger():
+def test_start_limit_can_trigger(releases):
     service = section("spark-serve@.service", "Service")
     assert limit_outlasts_all_starts(section("spark-serve@.service", "Unit"), service)
     assert service["Restart"] == "always"
-    assert len(RELEASES) > 10
-    for release in RELEASES:
+    assert len(releases) > 10
+    for release in releases:
         drop_in = read_unit(limits_drop_in(release))
         assert limit_outlasts_all_starts(dict(drop_in["Unit"]), dict(drop_in["Service"]))
 
@@ -114,6 +118,6 @@ def test_printed_lines_cannot_set_a_log_level(unit):
     assert section(unit, "Service").get("SyslogLevelPrefix") == "no"
 
 
-def test_failed_server_waits_before_restart():
+def test_failed_server_waits_before_restart(releases):
     assert int(section("spark-serve@.service", "Service")["RestartSec"]) >= 60
-    assert min(start_limits(release)["delay_s"] for release in RELEASES) >= 60
+    assert min(start_limits(release)["delay_s"] for release in releases) >= 60

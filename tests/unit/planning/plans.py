@@ -1,6 +1,5 @@
 """Plans of the test catalog, and of the shipped catalog with a made-up lock."""
 
-import dataclasses
 import functools
 import hashlib
 import itertools
@@ -52,15 +51,18 @@ def shipped_catalog() -> Catalog:
     return read_catalog()
 
 
+def shipped() -> Iterator[tuple[str, str, HostPlan | PlanError]]:
+    """Yield every model and profile of the shipped catalog with plan or refusal."""
+    for model, profile in shipped_pairs():
+        yield model, profile, shipped_plan(model, profile)
+
+
 @functools.cache
-def shipped() -> tuple[tuple[str, str, HostPlan | PlanError], ...]:
-    """Return every model and profile of the shipped catalog with plan or refusal."""
-    return tuple(_plans(shipped_catalog(), Settings()))
+def shipped_pairs() -> tuple[tuple[str, str], ...]:
+    return tuple(_pairs(shipped_catalog()))
 
 
-def _plans(catalog: Catalog, default: Settings) -> Iterator[tuple[str, str, HostPlan | PlanError]]:
-    images = {model.image.role: f"registry.example/{model.image.role}:1"
-              for model in catalog.models.values()}  # fmt: skip
+def _pairs(catalog: Catalog) -> Iterator[tuple[str, str]]:
     for model, profile in itertools.product(catalog.models, catalog.profile_names):
         if (profile == "plain") != isinstance(catalog.models[model], PlainModel):
             continue
@@ -70,13 +72,19 @@ def _plans(catalog: Catalog, default: Settings) -> Iterator[tuple[str, str, Host
             catalog.models[model].architecture.ngram_table
         ):
             continue
-        settings = dataclasses.replace(
-            default, model=model, profile=profile, images={**images, **default.images}
-        )
-        try:
-            yield model, profile, plan_with(settings, catalog)
-        except PlanError as error:
-            yield model, profile, error
+        yield model, profile
+
+
+@functools.cache
+def shipped_plan(model: str, profile: str) -> HostPlan | PlanError:
+    catalog = shipped_catalog()
+    images = {other.image.role: f"registry.example/{other.image.role}:1"
+              for other in catalog.models.values()}  # fmt: skip
+    images |= Settings().images
+    try:
+        return plan_with(Settings(model=model, profile=profile, images=images), catalog)
+    except PlanError as error:
+        return error
 
 
 def problems(model: str = "large", profile: str = "v2", **more: Any) -> list[Problem]:

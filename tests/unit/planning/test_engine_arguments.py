@@ -25,12 +25,11 @@ from tests.unit.planning.plans import (
     CATALOG,
     LARGE,
     settings_of,
-    shipped,
     shipped_catalog,
+    shipped_plan,
 )
 
 SHIPPED, MODEL = shipped_catalog(), "qwen3.5-122b"
-PLANS = {(m, p): plan for m, p, plan in shipped() if isinstance(plan, HostPlan)}
 V2 = CATALOG.profile("v2", "large")
 OWN_HEAD = replace(V2, head="int8-triton")
 PLAIN = SHIPPED.profile("plain", "qwen3-4b")
@@ -167,7 +166,9 @@ def test_pins_the_kernel_only_for_16_bit_experts(model, pinned):
 @pytest.mark.parametrize(("width", "backend"), [(768, "triton"), (None, None)])
 def test_pinned_target_kernel_is_set_and_required(width, backend):
     model = plain(expert_width=width, context_tokens=4096)
-    options = engine_options(model, PLAIN, PLANS["qwen3-4b", "plain"].memory)
+    plan = shipped_plan("qwen3-4b", "plain")
+    assert isinstance(plan, HostPlan)
+    options = engine_options(model, PLAIN, plan.memory)
     assert options.get("moe-backend") == backend
     required, _ = required_and_forbidden_lines(model, PLAIN, plugin=False)
     assert (TRITON_EXPERTS_LINE in required) is (backend is not None)

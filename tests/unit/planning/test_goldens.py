@@ -19,11 +19,11 @@ from spark_deploy.config.errors import PlanError
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.plan.host import plan_document
 from spark_deploy.plan.resolve import model_and_profile
-from tests.unit.planning.plans import CATALOG, plan_with, settings_of, shipped
+from tests.unit.planning.plans import CATALOG, plan_with, settings_of, shipped_pairs, shipped_plan
 
 GOLDEN = Path(__file__).parent / "golden"
 DEFAULT = Settings()
-PLANS = {(model, profile): plan for model, profile, plan in shipped()}
+PAIRS = shipped_pairs()
 TEXTS = {
     "default": {},
     "discarded-base": {"checkpoint.layout": "full", "checkpoint.keep_base": False},
@@ -35,7 +35,7 @@ TEXTS = {
 
 @functools.cache
 def plan_lines(model, profile):
-    plan = PLANS[model, profile]
+    plan = shipped_plan(model, profile)
     if isinstance(plan, PlanError):
         return tuple(f"refused: {line}" for p in plan.problems for line in str(p).splitlines())
     data = plan_document(plan)
@@ -91,9 +91,9 @@ def base_of(model, profile):
     if (model, profile) == (DEFAULT.model, DEFAULT.profile):
         return None
     if profile == "plain":
-        first = next(name for name, other in PLANS if other == "plain")
+        first = next(name for name, other in PAIRS if other == "plain")
         return None if model == first else (first, "plain")
-    own = profile != DEFAULT.profile and (model, DEFAULT.profile) in PLANS
+    own = profile != DEFAULT.profile and (model, DEFAULT.profile) in PAIRS
     return (model if own else DEFAULT.model, DEFAULT.profile)
 
 
@@ -116,7 +116,7 @@ def compare(name, text):
     assert path.read_text(encoding="utf-8") == text, "run `make golden` and review the difference"
 
 
-@pytest.mark.parametrize(("model", "profile"), PLANS, ids=[f"{m}--{p}" for m, p in PLANS])
+@pytest.mark.parametrize(("model", "profile"), PAIRS, ids=[f"{m}--{p}" for m, p in PAIRS])
 def test_plan_matches_reviewed_golden(model, profile):
     compare(f"{model}--{profile}.txt", golden_of(model, profile))
 
@@ -139,7 +139,7 @@ def test_plan_text_matches_reviewed_golden(case):
 
 
 def test_no_golden_is_stale():
-    names = {f"{model}--{profile}.txt" for model, profile in PLANS}
+    names = {f"{model}--{profile}.txt" for model, profile in PAIRS}
     names |= {f"text-{case}.txt" for case in TEXTS}
     stale = [path for path in GOLDEN.iterdir() if path.name not in names]
     if os.environ.get("GOLDEN") == "write":

@@ -102,11 +102,15 @@ HOSTS: dict[str, tuple[dict[str, Any], int]] = {
         )
     },
 }  # fmt: skip
-NEEDS = {
-    f"{model} with {profile}": plan.preflight
-    for model, profile, plan in shipped()
-    if isinstance(plan, HostPlan) and plan.preflight.expect.arch == "aarch64"
-}
+
+
+@pytest.fixture(scope="module")
+def all_needs():
+    return {
+        f"{model} with {profile}": plan.preflight
+        for model, profile, plan in shipped()
+        if isinstance(plan, HostPlan) and plan.preflight.expect.arch == "aarch64"
+    }
 
 
 def host_survey(host, needs, **changes):
@@ -120,10 +124,10 @@ def host_survey(host, needs, **changes):
     "host",
     [pytest.param(host, marks=pytest.mark.slow) if "--table-" in host else host for host in HOSTS],
 )
-def test_healthy_host_passes_for_every_shipped_model_and_profile(host):
-    assert len(NEEDS) > 20
+def test_healthy_host_passes_for_every_shipped_model_and_profile(host, all_needs):
+    assert len(all_needs) > 20
     verdicts = {
-        pair: check_survey(needs, host_survey(host, needs)) for pair, needs in NEEDS.items()
+        pair: check_survey(needs, host_survey(host, needs)) for pair, needs in all_needs.items()
     }
     refused = {pair: verdict.problems for pair, verdict in verdicts.items() if verdict.problems}
     assert refused == {}
@@ -131,8 +135,8 @@ def test_healthy_host_passes_for_every_shipped_model_and_profile(host):
     assert warned == ({"DGX OS"} if HOSTS[host][0].get("dgx-release") == [] else set())
 
 
-def test_rejects_memory_use_of_another_engine_but_not_of_ours():
-    needs = NEEDS["qwen3.5-122b with v2"]
+def test_rejects_memory_use_of_another_engine_but_not_of_ours(all_needs):
+    needs = all_needs["qwen3.5-122b with v2"]
     full = memory("free--h-serving--02.txt")
     [problem] = check_survey(needs, host_survey(FIRST_DAY, needs, **full)).problems
     assert "4.4 GiB available" in str(problem)

@@ -11,14 +11,19 @@ from spark_deploy.config.settings.types import Settings
 from spark_deploy.plan.host import plan_host
 from spark_deploy.plan.resolve import Request
 from spark_deploy.plan.types import HostPlan
-from tests.unit.planning.plans import PAYLOAD, made_up_lock, shipped, shipped_catalog
+from tests.unit.planning.plans import (
+    PAYLOAD,
+    made_up_lock,
+    shipped_catalog,
+    shipped_pairs,
+    shipped_plan,
+)
 
 TABLE = json.loads((CHECKOUT / "proofs/results/cpu/backends.json").read_text("utf-8"))
-PLANS = {(model, profile): plan for model, profile, plan in shipped()}
 # An owner's profile has no proofs and no row in the table; Qwen4Exp models need CUDA.
 HYBRIDS = sorted(
     name
-    for model, name in PLANS
+    for model, name in shipped_pairs()
     if model == "qwen3.5-122b" and shipped_catalog().profile(name, model).proven
 )
 SERVED = {
@@ -35,7 +40,7 @@ def test_backend_table_covers_every_shipped_profile():
 
 @pytest.mark.parametrize("case", SERVED)
 def test_planned_kernel_options_match_the_backend_table(case):
-    plan = bf16_plan() if "BF16" in case else PLANS[SERVED[case]]
+    plan = bf16_plan() if "BF16" in case else shipped_plan(*SERVED[case])
     assert isinstance(plan, HostPlan)
     engine = plan.release.engine
     assert read_pins(list(engine.argv), engine.env) == TABLE["cases"][case]["pins"]
