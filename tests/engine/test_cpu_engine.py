@@ -130,7 +130,7 @@ def test_full_layout_with_drafts_generates_the_same_tokens_as_the_plain_checkpoi
         tokens[0] for tokens in reference["tokens"]
     ]
     assert answers["drafts"] > 0
-    assert re.search(r"spark portable mode: .* for Qwen3_5MoeMTP", log)
+    assert re.search(r"spark portable mode: .* for SparkQwen35MoeMTP", log)
 
 
 def test_engine_accepts_drafts_of_an_int4_drafter_with_sampling(engine, sources, work, reference):
@@ -151,7 +151,7 @@ def test_engine_accepts_drafts_of_an_int4_drafter_with_sampling(engine, sources,
     assert answers["drafts"] > 0
     packed = len(order["drafter_int4"])
     assert packed == 8 * 3 + 4
-    assert re.search(rf"dequantized \d+ tensors .*int4 {packed}\b.* for Qwen3_5MoeMTP", log)
+    assert re.search(rf"dequantized \d+ tensors .*int4 {packed}\b.* for SparkQwen35MoeMTP", log)
 
 
 def test_engine_rejects_a_missing_scale_before_loading(engine, trees):
