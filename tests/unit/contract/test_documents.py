@@ -1,10 +1,15 @@
 import json
+import os
+import subprocess
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import pytest
-from spark_contract import documents
+from spark_contract import documents, files, receipts
 from spark_contract.documents import OPTIONAL, DocumentError, json_key
+
+from tests.receipts import checkpoint_receipt, source_receipt
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,3 +116,76 @@ def test_rejects_missing_key(missing):
 def test_rejects_text_that_is_not_a_document(text):
     with pytest.raises(DocumentError):
         documents.parse(Work, text)
+
+
+FILE = {"path": "a/b", "size_bytes": 3, "sha256": "0" * 64, "modified_ns": 1}
+LINK = {**FILE, "path": "c", "link_of": "/base/c"}
+SHARD = {"path": "d", "size_bytes": 3, "pieces": [f"3:{'1' * 64}"], "modified_ns": 1}
+
+
+def test_source_receipt_round_trips():
+    data = json.loads(source_receipt("d" * 64, [FILE, LINK, SHARD]))
+    receipt = receipts.parse(json.dumps(data))
+    assert isinstance(receipt, receipts.SourceReceipt)
+    assert documents.to_plain(receipt) == data
+
+
+def test_checkpoint_receipt_names_its_base():
+    receipt = receipts.parse(checkpoint_receipt("/srv/base"))
+    assert isinstance(receipt, receipts.CheckpointReceipt)
+    assert receipt.plan.base_dir == Path("/srv/base")
+
+
+@pytest.mark.parametrize("path", ["../a", "/etc/passwd", "a/../../b", "", "."])
+def test_rejects_receipt_with_path_outside_tree(tmp_path, path):
+    (tmp_path / "receipt.json").write_text(source_receipt(files=[{**FILE, "path": path}]))
+    assert receipts.find_receipt(tmp_path) is None
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"kind": "invoice"}', "\xff"])
+def test_rejects_invalid_receipt(tmp_path, text):
+    assert receipts.find_receipt(tmp_path) is None
+    (tmp_path / "receipt.json").write_bytes(text.encode("latin-1"))
+    assert receipts.find_receipt(tmp_path) is None
+    with pytest.raises(DocumentError):
+        receipts.parse(text)
+
+
+def test_tree_is_complete_if_sizes_match(tmp_path):
+    receipt = receipts.parse(source_receipt(files=[{**FILE, "path": "a"}, SHARD]))
+    (tmp_path / "a").write_text("abc")
+    assert not receipt.is_complete(tmp_path)
+    (tmp_path / "d").write_text("ab")
+    assert not receipt.is_complete(tmp_path)
+    (tmp_path / "d").write_text("abc")
+    assert receipt.is_complete(tmp_path)
+
+
+def test_write_error_names_the_target_file():
+    with pytest.raises(OSError, match=r"settings\.yml") as refused:
+        files.write_text(Path("/proc/settings.yml"), "")
+    assert refused.value.filename == "/proc/settings.yml"
+
+
+def ended_process():
+    done = subprocess.Popen(["true"])
+    done.wait()
+    return done.pid
+
+
+def test_removes_temporary_file_of_killed_writer(tmp_path):
+    left = tmp_path / f".record.json.{ended_process()}"
+    left.write_text("half")
+    files.write_text(tmp_path / "record.json", "whole\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["record.json"]
+
+
+def test_keeps_temporary_files_of_other_writers(tmp_path):
+    names = [
+        f".record.json.{os.getppid()}", f".other.json.{ended_process()}", ".record.json.note",
+        f"record.json.{ended_process()}",
+    ]  # fmt: skip
+    for name in names:
+        (tmp_path / name).write_text("theirs")
+    files.write_text(tmp_path / "record.json", "whole\n")
+    assert {path.name for path in tmp_path.iterdir()} == {"record.json", *names}

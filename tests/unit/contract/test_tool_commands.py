@@ -1,3 +1,4 @@
+import ast
 import importlib
 import re
 import subprocess
@@ -5,9 +6,10 @@ import sys
 
 import pytest
 import spark_host.__main__ as host
-from spark_contract import tool
+from spark_contract import job, release, tool
 
 from spark_deploy.config.checkout import CHECKOUT
+from tests.unit.test_rooms import MODULES, nodes_of
 
 COMMAND = re.compile(rf"{tool.TOOL} ([a-z]+(?:-[a-z]+)*)")
 
@@ -69,3 +71,26 @@ def test_messages_and_pages_name_existing_commands(room):
         for word in COMMAND.findall(page.read_text("utf-8"))
     }
     assert {item for item in result if item[0] not in {*host.VERBS, "help"}} == set()
+
+
+SIDES = ("spark_deploy/", "roles/", "deploys/", "files/host/", "files/checkpoint/")
+# Names with several words; single words may mean something else.
+NAMES = {
+    value
+    for module in (release, job)
+    for name, value in vars(module).items()
+    if name.isupper() and isinstance(value, str) and re.search(r"[ /-]", value)
+}
+
+
+def test_shared_names_come_from_the_contract():
+    assert {"/v1/chat/completions", "log lines", "image-pull"} <= NAMES
+    copies = {
+        f"{name}: {node.value!r}"
+        for name in MODULES
+        if name.startswith(SIDES)
+        for node in nodes_of(name)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if node.value in NAMES or re.match(r"/v1/\S", node.value)
+    }
+    assert copies == set()

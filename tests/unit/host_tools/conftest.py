@@ -120,7 +120,7 @@ def services(js_host: Host) -> Iterator[GatewayClient]:
 
 
 @pytest.fixture
-def machine(host: Host, monkeypatch: pytest.MonkeyPatch) -> Machine:
+def machine(host: Host, monkeypatch: pytest.MonkeyPatch, systemctl_calls: object) -> Machine:
     machine = Machine(host)
 
     def query(path: str, timeout_s: float = 10) -> Any:
@@ -139,7 +139,4 @@ def machine(host: Host, monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(docker, "inspect_image", lambda tag: machine.images.get(tag))
     monkeypatch.setattr(docker, "client", client)
     monkeypatch.setattr(systemd, "show", lambda units, fields: machine.units)
-    monkeypatch.setattr(
-        systemd, "systemctl", lambda *words, **_: subprocess.CompletedProcess(words, 0, "", "")
-    )
     return machine

@@ -4,20 +4,65 @@ import http.client
 import json
 import os
 import random
+import re
 import socket
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
-from recording_engine import RecordingEngine, recording
+from socket_servers import accepting
 from spark_contract.documents import to_json
 from spark_contract.gateway import Gateway
 from spark_host.gateway import gateway
 from spark_host.system import host as system
 from stub_host import Host
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n"
+
+
+@dataclass
+class RecordingEngine:
+    lines: list[str] = field(default_factory=list)
+    body_sizes: list[int] = field(default_factory=list)
+    last_body: bytes = b""
+    answer: bytes = b"ok"
+    may_answer: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.may_answer.set()
+
+    def take_lines(self) -> list[str]:
+        lines, self.lines = self.lines, []
+        return lines
+
+    def serve(self, connection: socket.socket) -> None:
+        with connection, connection.makefile("rb") as request:
+            head = b""
+            while (line := request.readline()) not in (b"\r\n", b""):
+                head += line
+            if not head:
+                return
+            length = re.search(rb"(?i)\r\ncontent-length: *(\d+)", head)
+            self.lines.append(head.partition(b"\r\n")[0].decode("latin-1"))
+            self.last_body = request.read(int(length[1]) if length else 0)
+            self.body_sizes.append(len(self.last_body))
+            self.may_answer.wait(20)
+            with suppress(BrokenPipeError, ConnectionResetError):
+                connection.sendall(HEAD % len(self.answer) + self.answer)
+
+
+@contextmanager
+def recording(path: Path) -> Iterator[RecordingEngine]:
+    engine = RecordingEngine()
+    with accepting(path, engine.serve):
+        yield engine
+        engine.may_answer.set()
+
 
 CHAT = "/v1/chat/completions"
 MIB = 1 << 20

@@ -10,7 +10,7 @@ from spark_contract import files
 from spark_contract.status import Pruning
 from spark_host.cleanup import prune
 from spark_host.records import boot
-from stub_host import Host, release_data
+from stub_host import Host, job_data, release_data
 
 from tests.receipts import checkpoint_receipt, source_receipt
 
@@ -69,15 +69,8 @@ class Machine:
         )
         boot.record_known_good(release, self.host.here)
 
-    def job(
-        self, digest12: str, proof: dict[str, str], kind: str = "fetch", **changes: Any
-    ) -> None:
-        data = {
-            "schema_version": 1, "digest": digest12.ljust(64, "0"), "kind": kind,
-            "title": digest12, "argv": ["true"], "env": {}, "proof": proof,
-            "total_bytes": None, "after": [], **changes,
-        }  # fmt: skip
-        write_json(self.paths.job(digest12) / "job.json", data)
+    def job(self, digest12: str, proof: dict[str, str], **changes: Any) -> None:
+        write_json(self.paths.job(digest12) / "job.json", job_data(digest12, proof, **changes))
         write_json(self.paths.job(digest12) / "status.json", {**RUN, "started_at": "then"})
 
     def on_host(self, path: Path) -> str:

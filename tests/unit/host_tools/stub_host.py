@@ -1,11 +1,14 @@
 """A folder that acts as a host, with stub engines."""
 
+import errno
 import json
 import os
 import pwd
+import socket
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,9 +16,11 @@ from typing import Any
 from spark_contract.documents import to_json
 from spark_contract.gateway import Gateway
 from spark_contract.paths import Paths
-from spark_contract.records import GpuProof
+from spark_contract.records import GpuProof, Proof
 from spark_contract.release import Release
+from spark_host.check import runner
 from spark_host.engine.client import Engine, EngineError
+from spark_host.records import boot
 from spark_host.system import host as system
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -75,6 +80,14 @@ def release_data(name: str = RELEASE, **changes: Any) -> dict[str, Any]:
     return data
 
 
+def job_data(digest12: str, proof: dict[str, str], **changes: Any) -> dict[str, Any]:
+    return {
+        "schema_version": 1, "digest": digest12.ljust(64, "0"), "kind": "fetch",
+        "title": f"job {digest12}", "argv": ["true"], "env": {}, "proof": proof,
+        "total_bytes": None, "after": [], **changes,
+    }  # fmt: skip
+
+
 @dataclass
 class Host:
     paths: Paths
@@ -128,6 +141,13 @@ class Host:
         )
         return Engine(socket)
 
+    def serving(self, fault: str = "", **values: Any) -> Release:
+        """Start an engine of a release; names in capitals are environment variables."""
+        environment = {name: value for name, value in values.items() if name.isupper()}
+        release = self.release(**{n: v for n, v in values.items() if n not in environment})
+        self.started(release, fault, **environment)
+        return release
+
     def started(self, release: Release, fault: str = "", **environment: str) -> Engine:
         engine = self.start(release, fault, STUB_LOAD_S="0", **environment)
         wait_until(lambda: answers(engine), "the stub engine listens")
@@ -148,6 +168,33 @@ def write_program(path: Path, script: str) -> Path:
     return path
 
 
+def fail_without_space(path: Path, *_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+
+def connect_when_listening(port: int) -> socket.socket:
+    def connect() -> socket.socket | None:
+        with suppress(ConnectionRefusedError):
+            return socket.create_connection(("127.0.0.1", port), 1)
+        return None
+
+    connection: socket.socket = wait_until(connect, f"a process listens on port {port}")
+    return connection
+
+
+def write_certificate(paths: Paths, stem: str = "main", days: int = 9) -> dict[str, str]:
+    tls = {kind: f"/etc/spark/gateway/{stem}.{kind}" for kind in ("certificate", "key")}
+    certificate, key = (paths.below(path) for path in tls.values())
+    certificate.parent.mkdir(parents=True, exist_ok=True)
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256",
+         "-nodes", "-subj", "/CN=x", "-addext", "subjectAltName=DNS:spark.example.org",
+         "-keyout", key, "-out", certificate, "-days", str(days)],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    return tls
+
+
 def wait_until(condition: Callable[[], Any], event: str, seconds: float = 60) -> Any:
     deadline = time.monotonic() + seconds
     while True:
@@ -156,3 +203,25 @@ def wait_until(condition: Callable[[], Any], event: str, seconds: float = 60) ->
             return value
         assert time.monotonic() < deadline, f"not within {seconds} s: {event}"
         time.sleep(0.02)
+
+
+def check(host: Host, release: Release, level: str = "deep", run: str = "run-1") -> Proof:
+    return runner.check(release, host.here, level, print, invocation_id=run)
+
+
+def check_at_start(host: Host, release: Release) -> Proof:
+    return runner.check(release, host.here, "quick", print, "run-1", at_start=True)
+
+
+def stored_proof(host: Host, release: Release) -> Proof:
+    stored = boot.read_proof(release.name, host.here)
+    assert stored is not None
+    return stored
+
+
+def failed(result: Proof) -> dict[str, str]:
+    return {finding.name: finding.detail for finding in result.failed}
+
+
+def warned(result: Proof) -> dict[str, str]:
+    return {finding.name: finding.detail for finding in result.warnings}

@@ -4,7 +4,7 @@ import stat
 from typing import Any
 
 import pytest
-from json_server import json_server
+from socket_servers import json_server
 from spark_contract.tool import HostToolError
 from spark_host.check import compare, runner
 from spark_host.system import systemd

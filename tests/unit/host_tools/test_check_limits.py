@@ -1,12 +1,19 @@
+import errno
 import json
 import re
+import subprocess
+import sys
+from dataclasses import replace
 
 import pytest
-from engine_checks import check, failed, stored_proof
+from spark_contract import files
 from spark_contract.records import CompileCache
 from spark_contract.tool import COMPILING
+from spark_host import __main__, status
 from spark_host.check import runner
 from spark_host.records import boot
+from spark_host.system import host as system
+from stub_host import REPOSITORY, check, fail_without_space, failed, stored_proof
 
 
 @pytest.mark.parametrize("fault", ["never-ready", "crash-at-start", "oom-at-start", "unhealthy"])
@@ -16,14 +23,6 @@ def test_fails_if_engine_is_not_ready_before_timeout(host, fault):
     result = check(host, release, "quick")
     assert [finding.name for finding in result.checks] == ["ready"]
     assert "not ready after 1 s" in failed(result)["ready"]
-
-
-def test_check_waits_for_a_slow_engine(host):
-    release = host.release(timeouts__start_s=10)
-    host.start(release, STUB_LOAD_S="0.7")
-    result = check(host, release, "quick")
-    assert result.ok
-    assert result.checks[0].seconds > 0.5
 
 
 def test_progress_shows_phase_but_no_engine_output(host, monkeypatch):
@@ -48,16 +47,8 @@ def test_progress_shows_phase_but_no_engine_output(host, monkeypatch):
     assert set(phases) <= {"starting the container", "loading weights", phases[-1]}
 
 
-def test_trickling_response_ends_at_the_time_limit(host):
-    engine = host.started(host.release(check__timeout_s=0.5), STUB_PIECE_S="0.2")
-    body = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
-    with pytest.raises(runner.EngineError, match="in time"):
-        list(engine.stream_chat(body, 0.5))
-
-
 def test_slow_answers_end_the_check_at_the_time_limit(host):
-    release = host.release(check__timeout_s=1.0, check__copy=["abcd" * 6] * 4)
-    host.started(release, STUB_PIECE_S="0.06")
+    release = host.serving(STUB_PIECE_S="0.06", check__timeout_s=1.0, check__copy=["abcd" * 6] * 4)
     result = check(host, release)
     failures = failed(result)
     assert list(failures) == ["copy"]
@@ -68,8 +59,7 @@ def test_slow_answers_end_the_check_at_the_time_limit(host):
 
 def test_check_prints_json_and_returns_exit_code(host, monkeypatch, capsys):
     monkeypatch.setattr(runner.systemd, "read_invocation_id", lambda _: "run-1")
-    release = host.release()
-    host.started(release)
+    release = host.serving()
     assert runner.main([release.name, "--json"], host.paths) == 0
     output = capsys.readouterr()
     result = json.loads(output.out)
@@ -87,10 +77,11 @@ def unproven_reason(host, run, versions):
     return boot.unproven_reason(stored_proof(host, release), release.digest, run, versions)
 
 
-def test_proof_is_bound_to_run_and_versions(host):
-    release = host.release()
-    host.started(release)
-    now = check(host, release, "full").versions
+def test_proof_is_bound_to_result_run_and_versions(host):
+    release = host.serving()
+    now = check(host, release, "quick").versions
+    assert unproven_reason(host, "run-1", now) == "only the quick check was run"
+    check(host, release, "full")
     assert unproven_reason(host, "run-1", now) is None
     restarted = "the engine was started after the last check"
     assert unproven_reason(host, "run-2", now) == restarted
@@ -99,22 +90,9 @@ def test_proof_is_bound_to_run_and_versions(host):
     assert other == "the proof belongs to another release"
     check(host, release, "quick", run="run-2")
     assert unproven_reason(host, "run-2", now) is None
-
-
-def test_quick_check_without_full_check_is_not_a_proof(host):
-    release = host.release()
-    host.started(release)
-    versions = check(host, release, "quick").versions
-    assert unproven_reason(host, "run-1", versions) == "only the quick check was run"
-
-
-def test_failed_check_invalidates_the_proof(host):
-    release = host.release()
-    host.started(release)
-    versions = check(host, release, "full").versions
     (host.paths.engine_run("main") / "stub-fault").write_text("garbage")
-    check(host, release, "full")
-    assert unproven_reason(host, "run-1", versions) == "the last check failed"
+    check(host, release, "quick")
+    assert unproven_reason(host, "run-1", now) == "the last check failed"
 
 
 CACHE_LINE = (
@@ -123,8 +101,7 @@ CACHE_LINE = (
 
 
 def test_proof_keeps_log_lines_and_cache_size_after_journal_rotation(host, monkeypatch):
-    release = host.release()
-    host.started(release)
+    release = host.serving()
     assert check(host, release, "full").kv_cache is None, "the log has tokens, but no bytes"
     read_log = runner.read_log
     monkeypatch.setattr(runner, "read_log", lambda *run: [CACHE_LINE, *read_log(*run)])
@@ -137,3 +114,77 @@ def test_proof_keeps_log_lines_and_cache_size_after_journal_rotation(host, monke
     stored = stored_proof(host, release)
     assert (stored.load_lines, stored.kv_cache) == (first.load_lines, first.kv_cache)
     assert list(failed(check(host, release, "full", run="run-2"))) == ["log lines"]
+
+
+# A file size limit cuts a write short without an error, as a nearly full disk does. It applies to
+# the whole process, so it needs a separate one.
+_WRITE = """
+import resource, signal, sys
+from pathlib import Path
+from spark_contract import files
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (50, 50))
+files.write_text(Path(sys.argv[1]), "the next content" * 20)
+"""
+
+
+@pytest.mark.slow
+def test_full_disk_keeps_the_previous_file(tmp_path):
+    path = tmp_path / "good.json"
+    files.write_text(path, "the previous content")
+
+    done = subprocess.run(
+        [sys.executable, "-c", _WRITE, str(path)],
+        capture_output=True, text=True, check=False, cwd=REPOSITORY / "files/contract",
+    )  # fmt: skip
+
+    assert f"File too large: '{path}'" in done.stderr
+    assert path.read_text() == "the previous content"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+class FullDisk(system.Disk):
+    write = staticmethod(fail_without_space)
+
+
+def on_full_disk(host):
+    return replace(host.here, disk=FullDisk())
+
+
+def test_full_disk_does_not_fail_a_check(host):
+    release, reports = host.release(), list[str]()
+    host.start(release)
+    assert runner.check(release, on_full_disk(host), "quick", reports.append, "run").ok
+    assert "cannot write the proof: [Errno 28] No space left on device: " in reports[-1]
+
+
+@pytest.mark.slow
+def test_full_disk_removes_an_invalid_proof(host):
+    release = host.release()
+    host.start(release)
+    assert check(host, release, "full").ok
+    host.engines[-1].kill()
+    host.engines[-1].wait()
+    assert not runner.check(release, on_full_disk(host), "full", str, "run-1").ok
+    assert boot.read_proof(release.name, host.here) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "/x/y"), "/x/y: No space left on device"),
+        (
+            PermissionError(errno.EACCES, "Permission denied", "/x/y"),
+            "fix: run the command as root",
+        ),
+        (ConnectionResetError(errno.ECONNRESET, "reset by peer"), "spark-host status: reset by"),
+    ],
+)
+def test_os_error_is_a_single_line(error, message, monkeypatch, capsys):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(status, "main", fail)
+    assert __main__.main(["status"]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert message in line

@@ -70,14 +70,6 @@ def test_candidate_writes_only_to_its_copy(caches):
     assert content(caches.prepare(PROVEN)) == FULL
 
 
-@pytest.mark.parametrize("has_source", [True, False])
-def test_failed_candidate_keeps_its_cache(caches, has_source):
-    if has_source:
-        caches.make_proven()
-    (caches.prepare(CANDIDATE) / "compiled").write_text("half")
-    assert (caches.prepare(CANDIDATE) / "compiled").read_text() == "half"
-
-
 ANSWERED, SILENT = Finding(READY, True, "", 0.0), Finding(READY, False, "", 0.0)
 WRONG = Finding("arithmetic", False, "", 0.0)
 
@@ -104,35 +96,24 @@ def test_rejected_candidate_gets_a_new_copy(caches, monkeypatch, checked_run, ch
 
 
 @pytest.mark.parametrize(
-    ("name", "driver"),
-    [(PROVEN, "580.159.03"), (CANDIDATE, "590.10")],
-    ids=["another release", "another driver"],
-)
-def test_unproven_cache_is_used_only_by_its_release_and_driver(caches, monkeypatch, name, driver):
-    (caches.prepare(CANDIDATE) / "compiled").touch()
-    monkeypatch.setattr(versions, "read_driver", lambda: driver)
-    assert content(caches.prepare(name)) == []
-
-
-def test_proven_release_keeps_its_own_cache(caches):
-    caches.make_proven()
-    caches.make_proven(CANDIDATE, OTHER_DRAFTS)
-    assert (caches.prepare(CANDIDATE, OTHER_DRAFTS) / "nv/kernel").read_text() == CANDIDATE
-
-
-@pytest.mark.parametrize(
-    ("name", "key", "driver"),
+    ("proven", "name", "key", "driver"),
     [
-        (CANDIDATE, OTHER_BASE, "580.159.03"),
-        (CANDIDATE, OTHER_DRAFTS, "580.159.03"),
-        (f"embed-{'c' * 12}", KEY, "580.159.03"),
-        (PROVEN, KEY, "590.10"),
-        (CANDIDATE, KEY, "590.10"),
-        (CANDIDATE, KEY, ""),
+        (True, CANDIDATE, OTHER_BASE, "580.159.03"),
+        (True, CANDIDATE, OTHER_DRAFTS, "580.159.03"),
+        (True, f"embed-{'c' * 12}", KEY, "580.159.03"),
+        (True, PROVEN, KEY, "590.10"),
+        (True, CANDIDATE, KEY, "590.10"),
+        (True, CANDIDATE, KEY, ""),
+        (False, CANDIDATE, KEY, "580.159.03"),
+        (False, PROVEN, KEY, "590.10"),
     ],
 )
-def test_cache_that_does_not_fit_is_not_copied(caches, monkeypatch, name, key, driver):
-    caches.make_proven()
+def test_other_or_unproven_cache_is_not_used(caches, monkeypatch, proven, name, key, driver):
+    if proven:
+        caches.make_proven()
+    else:
+        (caches.prepare(PROVEN) / "compiled").touch()
+        assert content(caches.prepare(PROVEN)) == ["compiled"], "the next start continues"
     monkeypatch.setattr(versions, "read_driver", lambda: driver)
     new = caches.prepare(name, key)
     assert content(new) == []

@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
-from json_server import json_server
+from socket_servers import json_server
 from spark_contract import files
 from spark_contract.documents import read
 from spark_contract.paths import Paths

@@ -1,14 +1,15 @@
 import shutil
 import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from engine_checks import check_at_start
 from spark_contract.machine import GIB, FreeBlocks, parse_buddyinfo
 from spark_host.engine import compile_cache, logs, memory
 from spark_host.system.host import read_events
 from spark_host.watch import sensors, start_guard, watchdog
+from stub_host import check_at_start
 
 from lab.memory import BUDDYINFO, PROC
 
@@ -136,20 +137,25 @@ def test_driver_failures_during_a_start(host, monkeypatch, name, failures, loads
     assert ("NV_ERR_NO_MEMORY" in finding.detail) == bool(failures)
 
 
-def test_watchdog_reports_fragmentation_once(host, monkeypatch):
+@contextmanager
+def watching_sensors(release, host, monkeypatch):
     monkeypatch.setattr(watchdog, "_SENSORS_INTERVAL_S", 0.0)
     monkeypatch.setattr(watchdog, "_update_gateway", lambda *_: None)
     monkeypatch.setattr(sensors, "read", lambda: None)
-    release, stop = host.release(watch__interval_s=0.01), threading.Event()
+    stop = threading.Event()
     thread = threading.Thread(target=watchdog._watch_sensors, args=(release, host.paths, stop))
     thread.start()
-    time.sleep(0.1)
-    before = read_events("main", host.paths)
-    set_buddyinfo(host, "fragmented")
-    time.sleep(0.3)
+    yield
     stop.set()
     thread.join()
-    assert before == ()
+
+
+def test_watchdog_reports_fragmentation_once(host, monkeypatch):
+    with watching_sensors(host.release(watch__interval_s=0.01), host, monkeypatch):
+        time.sleep(0.1)
+        assert read_events("main", host.paths) == ()
+        set_buddyinfo(host, "fragmented")
+        time.sleep(0.3)
     assert [event.kind for event in read_events("main", host.paths)] == ["fragmented"]
 
 
@@ -162,18 +168,11 @@ def test_watchdog_stops_an_engine_that_fills_the_disk(host, monkeypatch, limit, 
     monkeypatch.setattr(watchdog, "kill_engine", lambda *_: killed.set())
     cache = host.paths.below(str(release.cache))
     cache.mkdir(parents=True)
-    monkeypatch.setattr(watchdog, "_update_gateway", lambda *_: None)
-    monkeypatch.setattr(sensors, "read", lambda: None)
-    stop = threading.Event()
-    thread = threading.Thread(target=watchdog._watch_sensors, args=(release, host.paths, stop))
-    monkeypatch.setattr(watchdog, "_SENSORS_INTERVAL_S", 0.0)
-    thread.start()
-    assert not killed.wait(0.5)
-    for number in range(3):
-        (cache / str(number)).write_bytes(bytes(size_bytes))
-    assert killed.wait(10)
-    stop.set()
-    thread.join()
+    with watching_sensors(release, host, monkeypatch):
+        assert not killed.wait(0.5)
+        for number in range(3):
+            (cache / str(number)).write_bytes(bytes(size_bytes))
+        assert killed.wait(10)
 
 
 # Memory is fragmented below 8 GiB in large blocks, and has recovered at 16 GiB.

@@ -7,6 +7,7 @@ import pytest
 from gateway_client import CHAT, OWN_KEY, QUESTION
 from spark_contract.tool import HostToolError
 from spark_host.gateway import gateway, listeners
+from stub_host import write_certificate, write_program
 
 
 def listening(client):
@@ -31,20 +32,6 @@ def lan_address():
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))
         return str(probe.getsockname()[0])
-
-
-def make_certificate(host, stem="main"):
-    folder = host.paths.root / "etc/spark/gateway"
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256",
-         "-nodes", "-subj", "/CN=x", "-addext", "subjectAltName=DNS:spark.example.org",
-         "-keyout", folder / f"{stem}.key", "-out", folder / f"{stem}.crt", "-days", "9"],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    return {
-        "certificate": f"/etc/spark/gateway/{stem}.crt",
-        "key": f"/etc/spark/gateway/{stem}.key",
-    }
 
 
 def tls_handshake(client, *options):
@@ -82,8 +69,8 @@ def test_exposure_changes_keep_in_flight_responses(client):
 
 
 def test_lan_uses_tls_and_loopback_does_not(client):
-    apply_settings(client, expose="lan", tls=make_certificate(client.host))
-    root = str(client.host.paths.root / "etc/spark/gateway/main.crt")
+    apply_settings(client, expose="lan", tls=write_certificate(client.host.paths))
+    root = str(client.host.paths.root / "etc/spark/gateway/main.certificate")
     trust = ("-CAfile", root, "-verify_hostname", "spark.example.org", "-verify_return_error")
     assert "Verify return code: 0 (ok)" in tls_handshake(client, *trust)
     assert "TLSv1.3" in tls_handshake(client)
@@ -100,7 +87,7 @@ def test_lan_uses_tls_and_loopback_does_not(client):
 
 @pytest.mark.slow
 def test_tls_1_2_has_only_authenticated_ciphers(client):
-    apply_settings(client, expose="lan", tls=make_certificate(client.host))
+    apply_settings(client, expose="lan", tls=write_certificate(client.host.paths))
     for cipher in ("ECDHE+AES+SHA256", "ECDHE+AES+SHA1", "AES128-GCM-SHA256", "DHE+AESGCM"):
         suffix = ":!AESGCM@SECLEVEL=0" if "AES+" in cipher else "@SECLEVEL=0"
         weak = tls_handshake(client, "-tls1_2", "-cipher", f"{cipher}{suffix}")
@@ -109,9 +96,9 @@ def test_tls_1_2_has_only_authenticated_ciphers(client):
 
 
 def test_reload_applies_a_renewed_certificate(client):
-    apply_settings(client, expose="lan", tls=make_certificate(client.host))
+    apply_settings(client, expose="lan", tls=write_certificate(client.host.paths))
     first = tls_handshake(client, "-showcerts")
-    make_certificate(client.host)
+    write_certificate(client.host.paths)
     assert "changed" in str(difference(client))
     gateway.reload("main", client.host.paths)
     assert tls_handshake(client, "-showcerts") != first
@@ -119,8 +106,8 @@ def test_reload_applies_a_renewed_certificate(client):
 
 
 def test_invalid_certificate_keeps_the_running_gateway(client):
-    tls = make_certificate(client.host)
-    tls["key"] = make_certificate(client.host, "other")["key"]
+    tls = write_certificate(client.host.paths)
+    tls["key"] = write_certificate(client.host.paths, "other")["key"]
     with pytest.raises(HostToolError, match="nginx rejects"):
         apply_settings(client, expose="lan", tls=tls)
     assert listening(client) == LOOPBACK
@@ -138,13 +125,12 @@ def test_requests_above_the_limit_get_429_with_retry_after(client):
 
 @pytest.fixture
 def tailnet_address(tmp_path, monkeypatch):
-    program, address = tmp_path / "bin/tailscale", tmp_path / "bin/address"
-    program.parent.mkdir()
-    program.write_text(
-        f"#!/bin/sh\n[ \"$*\" = 'ip -4' ] && cat {address} 2>/dev/null && exit 0\n"
-        "echo 'no current Tailscale IPs; state: Stopped' >&2; exit 1\n"
+    address = tmp_path / "bin/address"
+    program = write_program(
+        tmp_path / "bin/tailscale",
+        f"[ \"$*\" = 'ip -4' ] && cat {address} 2>/dev/null && exit 0\n"
+        "echo 'no current Tailscale IPs; state: Stopped' >&2; exit 1",
     )
-    program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
     return address
 

@@ -35,6 +35,12 @@ def request(path, key="", *, method="POST", length=2):
     return "\r\n".join([*lines, "", ""]).encode()
 
 
+def status_of_get(client, path, key):
+    data = request(path, key, method="GET", length=0)
+    with connect(client, data, STRANGER) as connection:
+        return status(connection)
+
+
 def stored_bytes(client):
     sizes = {"run": 0, "var": 0}
     master = client.process.pid
@@ -128,15 +134,9 @@ def test_large_bodies_without_key_do_not_block_clients(nginx_host):
 )
 def test_limits_the_request_rate_per_address(nginx_host, path, key):
     with recording_gateway(nginx_host, max_requests_per_s=5) as client:
-        statuses = []
-        for _ in range(40):
-            data = request(path, key, method="GET", length=0)
-            with connect(client, data, STRANGER) as connection:
-                statuses.append(status(connection))
+        statuses = [status_of_get(client, path, key) for _ in range(40)]
         assert 429 in statuses[:21]
-        data = request("/v1/models", client.key, method="GET", length=0)
-        with connect(client, data, STRANGER) as connection:
-            assert status(connection) == 200
+        assert status_of_get(client, "/v1/models", client.key) == 200
 
 
 def answered(connections):
@@ -158,9 +158,7 @@ def test_limits_connections_per_address(nginx_host, with_key):
         connections = [stack.enter_context(connect(client, data, STRANGER)) for _ in range(8)]
         assert answered(connections) == [429] * 3
         # Requests without a key and those with one do not use up each other's limit.
-        data = request("/no-such-path", "" if with_key else client.key, method="GET", length=0)
-        with connect(client, data, STRANGER) as connection:
-            assert status(connection) == 404
+        assert status_of_get(client, "/no-such-path", "" if with_key else client.key) == 404
         client.engines["main"].may_answer.set()
         assert client.status("/v1/models") == 200
 
@@ -209,10 +207,7 @@ def test_logs_a_rejected_key_without_the_key(nginx_host):
         log.settimeout(10)
         with recording_gateway(nginx_host) as client:
             journal.chmod(0o666)
-            path = "/v1/models?api_key=sk-in-the-query"
-            wrong = request(path, "sk-not-it", method="GET", length=0)
-            with connect(client, wrong, STRANGER) as connection:
-                assert status(connection) == 401
+            assert status_of_get(client, "/v1/models?api_key=sk-in-query", "sk-not-it") == 401
             line = log.recv(4096).decode()
             assert client.status("/v1/models") == 200
             assert client.status("/none", key=None) == 404

@@ -2,8 +2,8 @@ import itertools
 import re
 import socket
 
+import gateway_client
 import pytest
-import recording_engine
 from gateway_client import free_port, recording_gateway
 from stub_host import REPOSITORY
 
@@ -139,7 +139,7 @@ def test_requests_cannot_be_smuggled_in_bodies_or_headers(recorded):
 @pytest.mark.parametrize("balancer", [False, True], ids=["gateway", "balancer"])
 def test_no_request_without_key_becomes_a_tunnel(nginx_host, balancer, monkeypatch):
     switch = b"HTTP/1.1 101 x\r\nConnection: upgrade\r\nUpgrade: x\r\n\r\n%d"
-    monkeypatch.setattr(recording_engine, "HEAD", switch)
+    monkeypatch.setattr(gateway_client, "HEAD", switch)
     replicas = {"port": free_port(), "others": []} if balancer else None
     with recording_gateway(nginx_host, replicas=replicas) as client:
         port = replicas["port"] if replicas else client.settings.port

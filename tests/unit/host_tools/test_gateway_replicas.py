@@ -3,10 +3,11 @@ import socket
 import threading
 import time
 from contextlib import ExitStack
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 
 import pytest
 from gateway_client import CHAT, OWN_KEY, QUESTION, free_port, open_service, running_gateway
+from socket_servers import SilentHandler
 from spark_host.gateway import gateway
 
 LOST = 0
@@ -21,14 +22,11 @@ class OtherGateway(ThreadingHTTPServer):
         self.may_answer.set()
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(SilentHandler):
     protocol_version = "HTTP/1.1"
     server: OtherGateway
 
-    def log_message(self, *words):
-        pass
-
-    def do_POST(self):
+    def do_POST(self):  # noqa: N802
         self.rfile.read(int(self.headers["Content-Length"]))
         self.server.requests.append(f"{self.path} {self.headers['Authorization']}")
         self.server.may_answer.wait(10)

@@ -1,14 +1,13 @@
 import os
 import pwd
 import resource
-import socket
 import stat
-import threading
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from socket_servers import accepting, listening
 from spark_contract.tool import HostToolError
 from spark_host import status
 from spark_host.engine import container, serve
@@ -129,35 +128,16 @@ def test_leftovers_of_the_engine_do_not_block_a_start(host, prepared, secret):
 
 
 @contextmanager
-def listening(path):
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(path))
-        listener.listen(8)
-        yield listener
-
-
-@contextmanager
 def answering(host, answer):
     release = host.release()
-    path = host.paths.engine_socket(release.service)
-    path.parent.mkdir(parents=True, exist_ok=True)
 
-    def serve_all(listener):
-        while True:
-            try:
-                connection, _ = listener.accept()
-            except OSError:
-                return
-            with connection, suppress(OSError):
-                connection.recv(65536)
-                answer(connection)
+    def serve(connection):
+        with connection, suppress(OSError):
+            connection.recv(65536)
+            answer(connection)
 
-    with listening(path) as listener:
-        thread = threading.Thread(target=serve_all, args=(listener,), daemon=True)
-        thread.start()
+    with accepting(host.paths.engine_socket(release.service), serve):
         yield Engine.for_release(release, host.paths)
-        listener.shutdown(socket.SHUT_RDWR)
-    thread.join(10)
 
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n"

@@ -7,20 +7,14 @@ import urllib.request
 from functools import partial
 
 import pytest
-from docker_daemon import listening
+from socket_servers import docker_daemon
 from spark_contract.documents import to_json
 from spark_contract.fetching import LayersPlan
-from stub_host import REPOSITORY
+from stub_host import REPOSITORY, write_program
 
 pytestmark = pytest.mark.slow
 
 LAYER = os.urandom(5 << 20)
-DOCKER = """#!{python}
-import json, sys
-with open({log!r}, "a") as log:
-    print(json.dumps(sys.argv[1:]), file=log)
-sys.exit(7 if sys.argv[1] == "build" else 0)
-"""
 KIND = "application/vnd.docker.distribution.manifest.v2+json"
 
 
@@ -36,7 +30,7 @@ REFERENCE = f"registry.invalid/lab/engine@{digest(MANIFEST)}"
 
 @pytest.fixture
 def daemon(host):
-    with listening(host.paths.root / "docker.sock") as daemon:
+    with docker_daemon(host.paths.root / "docker.sock") as daemon:
         daemon.script = partial(pull, daemon)
         yield daemon
 
@@ -69,10 +63,7 @@ def root(nginx_host):
     (root / "job/manifests" / digest(MANIFEST)).write_bytes(MANIFEST)
     (root / "tree").mkdir()
     (root / "tree" / digest(LAYER)).write_bytes(LAYER)
-    program = root / "bin/docker"
-    program.parent.mkdir()
-    program.write_text(DOCKER.format(python=sys.executable, log=str(root / "calls")))
-    program.chmod(0o755)
+    write_program(root / "bin/docker", f'echo "$*" >> {root}/calls; [ "$1" != build ] || exit 7')
     return root
 
 
@@ -100,26 +91,21 @@ def run(root, *, keep=False, fetches=True):
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     log = root / "calls"
-    calls = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-    return done.returncode, calls, done.stderr
+    return done.returncode, log.read_text() if log.exists() else "", done.stderr
 
 
-BUILT = (7, [["build", "."]])
+BUILT = (7, "build .\n")
 
 
-def test_pulls_from_local_blobs_then_builds(root, daemon):
-    code, calls, _ = run(root)
+@pytest.mark.parametrize("keep", [False, True])
+def test_pulls_from_local_blobs_then_builds(root, daemon, keep):
+    code, calls, _ = run(root, keep=keep)
     local, public = daemon.pulled
     assert local.startswith("127.0.0.1:")
     assert local.endswith(f"/lab/engine@{digest(MANIFEST)}")
     assert public == REFERENCE
-    assert (code, calls) == (7, [["image", "rm", local], ["build", "."]])
-    assert not (root / "tree").exists()
-
-
-def test_keeps_blobs_for_other_hosts(root, daemon):
-    run(root, keep=True)
-    assert (root / "tree" / digest(LAYER)).read_bytes() == LAYER
+    assert (code, calls) == (7, f"image rm {local}\nbuild .\n")
+    assert (root / "tree" / digest(LAYER)).exists() == keep
 
 
 def test_pulls_from_the_registry_without_blobs(root, daemon):
@@ -145,5 +131,5 @@ def test_existing_image_is_not_pulled(root, daemon):
 def test_failed_pull_builds_nothing(root, daemon):
     daemon.script = lambda answer, reference: answer.send({"error": "no such host"})
     code, calls, errors = run(root, fetches=False)
-    assert (code, calls) == (1, [])
+    assert (code, calls) == (1, "")
     assert f"error: {REFERENCE}: docker cannot pull the image: no such host; fix: " in errors

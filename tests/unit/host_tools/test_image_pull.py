@@ -1,15 +1,16 @@
 import base64
 import json
-import socket
+import re
 import time
 
 import pytest
-from docker_daemon import listening
+from socket_servers import docker_daemon, listening
 from spark_contract.job import parse_progress
 from spark_contract.tool import HostToolError
 from spark_host import image
 from spark_host.image import PullProgress
 from spark_host.system import docker
+from stub_host import write_program
 
 DIGEST = f"sha256:{'5' * 64}"
 REFERENCE = f"registry.invalid:5000/lab/engine@{DIGEST}"
@@ -29,7 +30,7 @@ def daemon(tmp_path, monkeypatch):
     monkeypatch.setattr(image, "_REPORT_INTERVAL_S", 0.05)
     environment = {"HOME": str(tmp_path), "PATH": str(tmp_path)}
     monkeypatch.setattr(docker, "client_environment", lambda: environment)
-    with listening(tmp_path / "docker.sock") as running:
+    with docker_daemon(tmp_path / "docker.sock") as running:
         yield running
 
 
@@ -71,24 +72,22 @@ def trickle(answer, _):
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("script", [repeat_status, trickle, lambda *_: time.sleep(5)])
-def test_stall_ends_the_pull(daemon, script):
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        (repeat_status, f"the pull stalled: no data for layer {A} in .*, after 3,000.0 MB"),
+        (trickle, f"the pull stalled: no data for layer {A}"),
+        (lambda *_: time.sleep(5), "the pull stalled"),
+    ],
+)
+def test_stall_ends_the_pull_and_disconnects(daemon, script, message):
     daemon.script = script
-    assert "the pull stalled" in pull_error()
-
-
-def test_stall_names_layer_and_size_and_disconnects(daemon):
-    daemon.script = repeat_status
-    message = pull_error()
-    assert f"for layer {A}" in message
-    assert "after 3,000.0 MB" in message
-    assert daemon.disconnected.wait(5)
+    assert re.search(message, pull_error())
+    assert daemon.disconnected.wait(20)
 
 
 def test_unresponsive_docker_socket_is_a_stall(tmp_path, monkeypatch):
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(tmp_path / "docker.sock"))
-        listener.listen(1)
+    with listening(tmp_path / "docker.sock"):
         monkeypatch.setenv("SPARK_DOCKER_SOCKET", str(tmp_path / "docker.sock"))
         assert "stalled" in pull_error()
 
@@ -150,33 +149,29 @@ def test_registry_error_is_a_single_short_line(daemon):
     assert len(message) < 1000
 
 
-def test_reports_http_errors(daemon):
-    daemon.status = 404
-    daemon.script = lambda answer, _: answer.send({"message": "manifest unknown"})
-    assert "manifest unknown" in pull_error()
-    daemon.script = lambda answer, _: answer.send_bytes(b"<html>")
-    assert "status 404" in pull_error()
+@pytest.mark.parametrize(
+    ("status", "data", "aborts", "message"),
+    [
+        (404, b'{"message": "manifest unknown"}', False, "manifest unknown"),
+        (404, b"<html>", False, "status 404"),
+        (200, b'{"status": "Status: half a li', False, "the image is missing"),
+        (200, b'{"status":"Downloading"}\r\n', True, "docker is not running, or aborted the pull"),
+        (200, b'{"status":"Downlo', True, "docker is not running, or aborted the pull"),
+    ],
+)
+def test_incomplete_answer_is_an_error(daemon, status, data, aborts, message):
+    def answer_once(answer, _):
+        answer.send_bytes(data)
+        if aborts:
+            raise ConnectionAbortedError
 
-
-@pytest.mark.parametrize("half", [b"", b'{"status":"Downloading","progressDet'])
-def test_docker_exit_during_the_pull_is_an_error(daemon, half):
-    def die(answer, _):
-        answer.send(layer(A, "Downloading", 5, 50))
-        answer.send_bytes(half) if half else None
-        raise ConnectionAbortedError
-
-    daemon.script = die
-    assert "docker is not running, or aborted the pull" in pull_error()
+    daemon.status, daemon.script = status, answer_once
+    assert message in pull_error()
 
 
 def test_missing_docker_daemon_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setenv("SPARK_DOCKER_SOCKET", str(tmp_path / "none.sock"))
     assert "no such file" in pull_error()
-
-
-def test_missing_image_after_the_pull_is_an_error(daemon):
-    daemon.script = lambda answer, _: answer.send_bytes(b'{"status": "Status: half a li')
-    assert "the image is missing" in pull_error()
 
 
 @pytest.mark.slow
@@ -201,7 +196,7 @@ def test_cuts_overlong_lines(daemon, monkeypatch):
 
 
 AUTH = base64.b64encode(b"somebody:s3cret").decode()
-HELPER = """#!/bin/sh
+HELPER = """
 read -r host; [ "$host" = registry.invalid:5000 ] || exit 1
 echo '{"Username": "somebody", "Secret": "s3cret"}'
 """
@@ -224,8 +219,7 @@ def write_docker_config(home, text):
 )
 def test_sends_the_registry_login_only_in_the_header(daemon, tmp_path, capsys, reference, config):
     write_docker_config(tmp_path, json.dumps(config))
-    (tmp_path / "docker-credential-lab").write_text(HELPER)
-    (tmp_path / "docker-credential-lab").chmod(0o755)
+    write_program(tmp_path / "docker-credential-lab", HELPER)
     image.pull(reference, stall_s=5)
     login = json.loads(base64.urlsafe_b64decode(daemon.auth[0] or ""))
     assert (login["username"], login["password"]) == ("somebody", "s3cret")

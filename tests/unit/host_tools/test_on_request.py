@@ -3,12 +3,14 @@ import os
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from itertools import count
 
 import pytest
 from gateway_client import CHAT
 from on_request_host import GIB, add_service, add_services, on_request_host
+from simulated_host import Killed
 from spark_contract.records import Stopped
 from spark_host import relay
 from spark_host.engine import on_request
@@ -16,7 +18,7 @@ from spark_host.engine.client import Engine
 from spark_host.engine.on_request import Limits, Switch
 from spark_host.gateway import gateway
 from spark_host.records import boot
-from spark_host.system.host import write_document
+from spark_host.system.host import load_gateway, write_document
 from stub_host import wait_until
 
 LONG = "Repeat exactly: " + "abcd" * 60
@@ -25,6 +27,11 @@ LONG = "Repeat exactly: " + "abcd" * 60
 @pytest.fixture
 def start(js_host, monkeypatch):
     return lambda **limits: on_request_host(js_host, monkeypatch, **limits)
+
+
+def change_settings(host, service, target=None, /, **changes):
+    document = replace(load_gateway(service, host.here.paths), **changes)
+    write_document(host.here.paths.gateway_settings(target or service), document)
 
 
 def test_first_request_starts_the_service_and_is_answered(start):
@@ -84,12 +91,13 @@ def test_failed_start_returns_to_the_previous_model(start):
         assert host.units.starts == ["first", "second", "first"]
 
 
-def test_request_without_stream_gets_503_after_the_limit(start):
-    with start(wait_s=0.5) as host:
+def test_requests_end_with_an_error_after_their_limit(start):
+    with start(wait_s=0.5, stream_wait_s=0.5) as host:
         host.units.load_s = 3.0
         host.relay.switch.took_s["first"] = 20.0
         with host.client.send(CHAT, {"model": "model-1"}) as answer:
             assert (answer.status, 10 < int(answer.headers["Retry-After"]) <= 20) == (503, True)
+        assert "event: error" in host.chat("model-1", stream=True)[1]
         assert host.states()["model-1"] in ("loading", "stopped")
         wait_until(lambda: host.running() == {"first"}, "the start continues")
 
@@ -130,30 +138,14 @@ def test_disconnected_client_starts_no_service(start):
 
 def test_disconnected_client_ends_its_response(start):
     with start() as host:
-        body = {"model": "model-1", "stream": True,
-                "messages": [{"role": "user", "content": LONG * 4}]}  # fmt: skip
         engine = Engine(host.here.paths.engine_socket("first"))
-        works = lambda: host.running() and engine.metrics().running == 1  # noqa: E731
-        send_and_leave(host, body, works)
-        wait_until(lambda: engine.metrics().unfinished == 0, "the engine is idle", seconds=3)
+        messages = [{"role": "user", "content": LONG * 4}]
 
+        def works():  # the relay forgets a request once the engine has it
+            return host.running() and engine.metrics().running == 1 and host.relay._bytes == 0
 
-def test_disconnected_client_frees_its_request_before_the_response(start):
-    with start() as host:
-        body = {"model": "model-1", "messages": [{"role": "user", "content": LONG * 4}]}
-        engine = Engine(host.here.paths.engine_socket("first"))
-        send_and_leave(host, body, lambda: host.running() and engine.metrics().running == 1)
-        wait_until(lambda: host.relay._bytes == 0, "the relay forgets it", seconds=3)
-        # The stub computes answers without a stream to the end; vLLM does not.
-        assert engine.metrics().running == 1
-
-
-def test_request_is_forgotten_once_the_engine_has_it(start):
-    with start() as host, ThreadPoolExecutor() as pool:
-        pool.submit(host.chat, "model-1", LONG, stream=True)
-        engine = Engine(host.here.paths.engine_socket("first"))
-        wait_until(lambda: host.running() and engine.metrics().running == 1, "the engine works")
-        assert host.relay._bytes == 0
+        send_and_leave(host, {"model": "model-1", "stream": True, "messages": messages}, works)
+        wait_until(lambda: engine.metrics().unfinished == 0, "the engine is idle", seconds=15)
 
 
 def test_large_request_gets_its_stream_without_being_parsed(start, monkeypatch):
@@ -163,13 +155,6 @@ def test_large_request_gets_its_stream_without_being_parsed(start, monkeypatch):
         status, text = host.chat("model-1", "What is 12 + 30?".ljust(2000), stream=True)
         assert (status, text.rstrip().endswith("data: [DONE]")) == (200, True)
         assert ": waiting" not in text
-
-
-def test_stream_ends_with_an_error_after_its_limit(start):
-    with start(stream_wait_s=0.5) as host:
-        host.units.load_s = 3.0
-        assert "event: error" in host.chat("model-1", stream=True)[1]
-        wait_until(lambda: host.running() == {"first"}, "the start continues")
 
 
 @pytest.mark.parametrize(("limit", "value"), [("_MAX_REQUESTS", 1), ("_MAX_WAITING_BYTES", 100)])
@@ -201,11 +186,10 @@ def test_engine_that_replaces_its_socket_ends_the_request_with_an_error(start, s
 
 def test_service_without_its_group_does_not_stop_the_others(start, monkeypatch):
     with start() as host:
-        settings, logged = host.here.paths.gateway_settings, []
+        logged = []
         monkeypatch.setattr(relay, "log", logged.append)
-        document = json.loads(settings("first").read_text())
         more = {"service": "third", "user": "nobody-here", "on_request": {"third": 0}}
-        settings("third").write_text(json.dumps(document | more))
+        change_settings(host, "first", "third", **more)
         wait_until(lambda: any("nobody-here" in text for text in logged), "it is reported")
         assert host.chat("model-1")[0] == 200
 
@@ -255,18 +239,11 @@ def test_rejected_request_ends_the_stream_with_the_reason(start):
 
 def test_stops_after_the_idle_limit(start):
     with start() as host:
-        add_service_limit(host, "first", 1)
+        change_settings(host, "first", on_request={"first": 1})
         assert host.chat("model-1", LONG)[0] == 200
         wait_until(lambda: host.running() == set(), "it stops", seconds=5)
         assert host.states()["model-1"] == "stopped"
         assert host.chat("model-1")[0] == 200
-
-
-def add_service_limit(host, service, idle_stop_s):
-    path = host.here.paths.gateway_settings(service)
-    path.write_text(
-        json.dumps({**json.loads(path.read_text()), "on_request": {service: idle_stop_s}})
-    )
 
 
 def test_manually_stopped_service_is_not_started(start):
@@ -317,10 +294,6 @@ def test_always_running_release_takes_memory_from_on_request_services(start):
         assert host.here.disk.read(Stopped, host.here.paths.stopped("first")).on_request
 
 
-class _Killed(BaseException):
-    """The process ends at this call."""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("event", ["kill", "power cut"])
 def test_process_killed_at_any_step_leaves_services_startable(host, monkeypatch, event):
@@ -341,7 +314,7 @@ def test_process_killed_at_any_step_leaves_services_startable(host, monkeypatch,
 
         def may_die(call, *words, calls=calls, number=number):
             if next(calls) == number:
-                raise _Killed
+                raise Killed
             return call(*words)
 
         with monkeypatch.context() as patch:
@@ -350,7 +323,7 @@ def test_process_killed_at_any_step_leaves_services_startable(host, monkeypatch,
             try:
                 assert change_to("second")
                 break
-            except _Killed:
+            except Killed:
                 killed += 1
         if event == "power cut":
             boot_again(units, here)
@@ -379,7 +352,6 @@ def test_main_gateway_settings_enable_and_disable_the_on_request_unit(start, sys
         assert systemctl_calls == [("enable", "--now", unit)]
         (link / unit).symlink_to("/nowhere")
         gateway.reload("main", host.here.paths)
-        path = host.here.paths.gateway_settings("main")
-        path.write_text(json.dumps({**json.loads(path.read_text()), "on_request": None}))
+        change_settings(host, "main", on_request=None)
         gateway.reload("main", host.here.paths)
         assert systemctl_calls[1:] == [("disable", "--now", unit)]

@@ -5,7 +5,7 @@ import pytest
 from simulated_host import A, B, SimulatedHost
 from simulated_ports import release_of
 from spark_contract import documents
-from spark_contract.records import Rollout, Stopped
+from spark_contract.records import Stopped
 from spark_contract.status import NamedRelease, Rollback, RunningRollout, StartedRollout
 from spark_contract.tool import HostToolError
 from spark_contract.units import SCHEDULED_START_TIMER, SWITCH
@@ -34,11 +34,6 @@ def run_unit(sim):
     unit.state, unit.run = "activating", RUN
 
 
-def fail_unit(sim, run=""):
-    unit = sim.unit(SWITCH.unit(A))
-    unit.state, unit.result, unit.run = "failed", "exit-code", run
-
-
 def write_record(sim, **values):
     data = record.Record(release_of(A), sim.host(RUN)).data
     sim.documents[sim.paths.rollout(A)] = replace(data, **{"state": "switched", **values})
@@ -62,6 +57,7 @@ def test_stale_record_is_ignored(sim, stale):
     run_unit(sim)
     write_record(sim)
     assert poll(sim, begun).state == "switched"
+    assert sim.outcome(A).invocation_id == RUN
     write_record(sim, **stale)
     assert poll(sim, begun).state == "none"
 
@@ -79,7 +75,8 @@ def test_stale_record_is_ignored(sim, stale):
 def test_unit_without_record_is_a_failure(sim, run, reason):
     begun = begin(sim)
     write_record(sim, request="older")
-    fail_unit(sim, run)
+    unit = sim.unit(SWITCH.unit(A))
+    unit.state, unit.result, unit.run = "failed", "exit-code", run
     sim.journal = [f"error: {reason}", "phase=none"] if run else []
     result = poll(sim, begun)
     assert (result.state, result.reason) == ("not-started", reason)
@@ -127,16 +124,6 @@ def test_rollout_runs_only_with_active_unit_and_without_finished_record(sim):
     assert running() == requested
 
 
-def test_record_contains_request_and_run_and_round_trips(sim):
-    begun = begin(sim)
-    write_record(sim)
-    result = sim.outcome(A)
-    assert (result.request, result.invocation_id) == (begun.request, RUN)
-    data = documents.to_plain(result)
-    assert documents.read(Rollout, data) == result
-    assert next(iter(data)) == "schema_version"
-
-
 @pytest.mark.parametrize("other", [{"invocation_id": "earlier run"}, {"boot_id": "boot-0"}])
 def test_only_the_same_run_recovers_a_rollout(sim, other):
     write_record(sim, state="running", phase="start", **other)
@@ -172,14 +159,11 @@ def refusal(sim, target=None):
 
 
 def test_rollback_targets_the_previous_or_a_named_release(sim):
-    make_good(sim, A, B, C)
-    assert plan(sim) == Rollback(named(C), named(B))
-    assert plan(sim, A) == Rollback(named(C), named(A))
-
-
-def test_rollback_without_previous_release_is_rejected(sim):
     make_good(sim, A)
     assert "no earlier proven release" in refusal(sim)
+    make_good(sim, B, C)
+    assert plan(sim) == Rollback(named(C), named(B))
+    assert plan(sim, A) == Rollback(named(C), named(A))
 
 
 def test_rollback_to_a_missing_release_lists_available_releases(sim):
@@ -264,16 +248,6 @@ def test_timed_stop_ends_and_removes_its_timer(sim):
     assert TIMER not in sim.links
 
 
-def test_permanent_stop_replaces_a_timed_stop(sim):
-    make_good(sim, A)
-    boot.stop_service("main", "ann", sim.host(), 60)
-    boot.stop_service("main", "ben", sim.host())
-    assert TIMER not in sim.links
-    sim.pass_time(3600)
-    boot.start_when_due("main", sim.host())
-    assert boot.is_stopped("main", sim.host())
-
-
 def test_power_cut_during_a_timed_stop_does_not_make_it_permanent(sim):
     make_good(sim, A)
     sim.history.clear()
@@ -282,11 +256,16 @@ def test_power_cut_during_a_timed_stop_does_not_make_it_permanent(sim):
     assert calls.index("enable") < calls.index("write stopped"), "timer first"
 
 
-def test_manual_start_ends_a_timed_stop(sim):
+@pytest.mark.parametrize("stops", [True, False], ids=["permanent stop", "manual start"])
+def test_permanent_stop_or_start_replaces_a_timed_stop(sim, stops):
     make_good(sim, A)
     boot.stop_service("main", "ann", sim.host(), 60)
-    boot.start_service("main", sim.host())
+    if stops:
+        boot.stop_service("main", "ben", sim.host())
+    else:
+        boot.start_service("main", sim.host())
     assert TIMER not in sim.links
     sim.pass_time(3600)
     assert boot.start_when_due("main", sim.host()) == 0
-    assert boot.active_release("main", sim.host()) == A
+    assert boot.is_stopped("main", sim.host()) == stops
+    assert boot.active_release("main", sim.host()) == (None if stops else A)

@@ -1,57 +1,43 @@
 import threading
-from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
-from engine_checks import check, stored_proof
 from spark_host.check import speed
 from spark_host.records import boot, versions
 from spark_host.rollout import steps
+from spark_host.rollout.record import Record
 from spark_host.system.host import read_events
-from stub_host import release_data
+from stub_host import check, stored_proof
 
 OLD, NEW = f"main-{'a' * 12}", f"main-{'b' * 12}"
 BENCH = {"limit_s": 0.3, "worse_percent": 15}
 VERSIONS = {"kernel": "6.17", "driver": "580.142", "docker": "28.5.1", "toolkit": "1.19.0"}
 
 
-class FakeRecord:
-    def __init__(self):
-        self.data: dict[str, Any] = {"phases": []}
-
-    def set(self, **values):
-        self.data.update(values)
-
-    def report(self, text):
-        pass
-
-    @contextmanager
-    def phase(self, name):
-        self.data["phases"].append(name)
-        yield
-
-
 def release_with_bench(host, name="main-0123456789ab", **changes):
-    plan = {**release_data()["check"], "bench": BENCH, "timeout_s": 5}
-    release = host.release(name, check=plan, **changes)
-    return replace(release, engine=replace(release.engine, max_sequences=3))
+    bench = {"check__bench": BENCH, "check__timeout_s": 5, "engine__max_sequences": 3}
+    return host.release(name, **bench, **changes)
 
 
-def measure(host, release, monkeypatch, *, dies=False, **parts):  # fmt: skip
+def serve_with_bench(host):
+    release = release_with_bench(host)
+    host.started(release, STUB_PIECE_S="0.0005")
+    return release
+
+
+def measure(host, release, monkeypatch, *, dies=False, **parts):
     monkeypatch.setattr(versions, "read", lambda: {**VERSIONS, **parts})
     check(host, release, "full")
     if dies:
         host.engines[0].kill()
         host.engines[0].wait()
-    record: Any = FakeRecord()
+    record = Record(release, host.here)
     steps.measure_speed(release, steps.this_host(host.paths), record)
     return record.data
 
 
 def test_measures_speed_within_the_time_limit(host):
-    release = release_with_bench(host)
-    host.started(release, STUB_PIECE_S="0.0005")
+    release = serve_with_bench(host)
     bench = speed.measure(release, host.paths, 0.5, print)
     assert bench["rounds"] >= 1
     assert bench["seconds"] < 20
@@ -122,24 +108,22 @@ def test_each_changed_part_has_a_revert_hint(changes, parts, hints):
 
 
 def test_speed_is_measured_once_per_version_set(host, monkeypatch):
-    release = release_with_bench(host)
-    host.started(release, STUB_PIECE_S="0.0005")
-    assert measure(host, release, monkeypatch)["phases"] == ["bench"]
-    assert measure(host, release, monkeypatch)["phases"] == []
+    release = serve_with_bench(host)
+    assert list(measure(host, release, monkeypatch).times_s) == ["bench"]
+    assert list(measure(host, release, monkeypatch).times_s) == []
     check(host, release, "quick", run="run-2")
     assert not boot.is_bench_due(release, stored_proof(host, release))
-    assert measure(host, release, monkeypatch, driver="580.159")["phases"] == ["bench"]
+    assert list(measure(host, release, monkeypatch, driver="580.159").times_s) == ["bench"]
 
 
 @pytest.mark.slow
 def test_slowdown_after_upgrade_is_reported_with_a_revert_hint(host, monkeypatch):
-    release = release_with_bench(host)
-    host.started(release, STUB_PIECE_S="0.0005")
+    release = serve_with_bench(host)
     monkeypatch.setattr(versions, "read_packages", lambda: {"docker": "docker-ce=5:28.5.1-1"})
     measure(host, release, monkeypatch)
     host.engines.pop().kill()
     host.started(release, STUB_PIECE_S="0.004")
-    lines = "\n".join(measure(host, release, monkeypatch, docker="29.2.1")["bench"])
+    lines = "\n".join(measure(host, release, monkeypatch, docker="29.2.1").bench)
     assert "clearly slower after docker 28.5.1 -> 29.2.1: one stream: " in lines
     assert "to revert: run `apt-get install --allow-downgrades docker-ce=5:28.5.1-1`" in lines
     assert {event.kind for event in read_events("main", host.paths)} == {"slower"}
@@ -176,9 +160,6 @@ def test_packages_are_in_apt_format(monkeypatch):
 
 
 def test_failed_measurement_keeps_the_rollout(host, monkeypatch):
-    release = release_with_bench(host)
-    host.started(release)
-    assert (
-        "the speed was not measured" in measure(host, release, monkeypatch, dies=True)["bench"][0]
-    )
+    release = serve_with_bench(host)
+    assert "the speed was not measured" in measure(host, release, monkeypatch, dies=True).bench[0]
     assert stored_proof(host, release).ok

@@ -1,20 +1,20 @@
 import re
 
 import pytest
-from engine_checks import check, failed, stored_proof, warned
+from spark_host import status
 from spark_host.check import checks, questions, runner
 from spark_host.engine.client import Engine
 from spark_host.system import systemd
-from stub_host import REPOSITORY
+from stub_host import REPOSITORY, check, failed, stored_proof, warned
+
+from spark_deploy.config.settings.engine import PROFILE_KEYS
 
 ALL_CHECKS = {check.name for check in checks.CHECKS}
 OTHER_TASKS = {"embedding", "embedding in a batch", "ranking", "classes", "sound"}
 
 
 def test_healthy_engine_passes_every_check(host):
-    release = host.release()
-    host.started(release)
-    result = check(host, release)
+    result = check(host, host.serving())
     assert failed(result) == {}
     assert result.ok
     assert {finding.name for finding in result.checks} == {"ready", *ALL_CHECKS} - OTHER_TASKS
@@ -35,6 +35,7 @@ VIOLATIONS = [
     ("wrong-arithmetic", "answers", "'35352138' does not match"),
     ("copy-typo", "copy", "the model repeated"),
     ("stream-cut", "stream", "broke off"),
+    ("stream-cut", "parallel", "with 3 concurrent streams: the stream broke off"),
     ("sampler-nan", "sampled", "the same token over and over"),
     ("tool-types", "tool call", "days='3', not the number 3"),
     ("reasoning-mixed", "reasoning", "thinking is mixed into the answer"),
@@ -73,15 +74,13 @@ def test_every_check_has_a_fault_that_fails_it():
 @pytest.mark.parametrize(("fault", "violated", "message"), VIOLATIONS)
 def test_each_fault_fails_its_check(host, monkeypatch, fault, violated, message):
     similar = {
-        "wrong-arithmetic": ("conversation", "parallel", "repeat"),
-        "stream-cut": ("parallel",),
+        "wrong-arithmetic": {"conversation", "parallel", "repeat"},
+        "stream-cut": {"parallel", "stream"},
     }
-    leave_out(monkeypatch, *similar.get(fault, ()))
+    leave_out(monkeypatch, *similar.get(fault, set()) - {violated})
     changes = {} if violated == "prefix reuse" else {"check__prefix": None}
     monkeypatch.setattr(questions, "_COUNTER_WAIT_S", 0.3)
-    release = host.release(check__questions=EXACT, **changes)
-    host.started(release, fault)
-    failures = failed(check(host, release))
+    failures = failed(check(host, host.serving(fault, check__questions=EXACT, **changes)))
     also = {"acceptance"} if fault == "no-drafts" else set()
     assert set(failures) - also <= {violated}
     assert message in failures[violated]
@@ -93,8 +92,7 @@ def test_doubtful_results_of_a_healthy_server_are_only_warnings(
 ):
     leave_out(monkeypatch, *{"unsteady": ("conversation",)}.get(fault, ()))
     changes = {} if doubted == "prefix reuse" else {"check__prefix": None}
-    release = host.release(check__questions=EXACT, **changes)
-    host.started(release, fault)
+    release = host.serving(fault, check__questions=EXACT, **changes)
 
     result = check(host, release, "full" if doubted == "prefix reuse" else "deep")
 
@@ -131,9 +129,7 @@ def test_requests_enable_or_disable_thinking(host, monkeypatch):
 
     monkeypatch.setattr(Engine, "ask", record)
     leave_out(monkeypatch, "reasoning")
-    release = host.release(check__questions=[EXACT[0], THINKING], check__prefix=None)
-    host.started(release)
-    check(host, release)
+    check(host, host.serving(check__questions=[EXACT[0], THINKING], check__prefix=None))
 
     assert {thinking for text, thinking in requests if text == THINKING["prompt"]} == {True}
     assert {thinking for text, thinking in requests if text != THINKING["prompt"]} == {False}
@@ -163,15 +159,6 @@ def test_page_lists_every_check_with_level_and_severity():
         assert never or severity == "`warn`" or healthy_and_failing.startswith("gets a warning")
 
 
-def test_parallel_requests_are_streamed(host, monkeypatch):
-    leave_out(monkeypatch, "stream")
-    release = host.release(check__prefix=None)
-    host.started(release, "stream-cut")
-    failures = failed(check(host, release))
-    assert set(failures) == {"parallel"}
-    assert "with 3 concurrent streams: the stream broke off" in failures["parallel"]
-
-
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
@@ -183,17 +170,14 @@ def test_parallel_requests_are_streamed(host, monkeypatch):
     ],
 )
 def test_broken_engine_fails_the_quick_check(host, fault, message):
-    release = host.release()
-    host.started(release, fault)
-    failures = failed(check(host, release, "quick"))
+    failures = failed(check(host, host.serving(fault), "quick"))
     assert message in failures["first answer"]
     also = {"counters", "metrics"} if fault == "error-500" else set()
     assert set(failures) == {"first answer", *also}
 
 
 def test_restart_during_the_check_fails_it(host, monkeypatch):
-    release = host.release()
-    host.started(release)
+    release = host.serving()
     runs = iter(["run-1", "run-2"])
     monkeypatch.setattr(systemd, "read_invocation_id", lambda unit: next(runs))
 
@@ -206,15 +190,107 @@ def test_restart_during_the_check_fails_it(host, monkeypatch):
 
 def test_prefix_check_needs_more_than_a_cache_block(host, monkeypatch):
     monkeypatch.setattr(questions, "_FILLER_TOKENS", 100_000)
-    release = host.release(check__prefix={"block_tokens": 100})
-    host.started(release)
+    release = host.serving(check__prefix={"block_tokens": 100})
     assert "a cache block has 100" in failed(check(host, release))["prefix reuse"]
 
 
-def test_frozen_counters_fail_the_counters_check(host, monkeypatch):
-    monkeypatch.setattr(checks, "_COUNTER_WAIT_S", 0.3)
-    release = host.release(check__metrics_required={})
-    host.started(release, "counters-flat")
-    failures = failed(check(host, release, "quick"))
-    assert "grew by 0" in failures["counters"]
-    assert set(failures) == {"counters"}
+PLAIN = {
+    "questions": [], "copy": [], "tool_call": False, "reasoning": False, "repeat": False,
+    "conversation": False, "image": False, "needle": None, "prefix": None,
+    "acceptance_floor": None, "metrics_required": {},
+}  # fmt: skip
+EMBEDDING = {"task": "embedding", "width": 128}
+RANKING = {"task": "reranking"}
+CLASSES = {"task": "classification"}
+AUDIO = {"sound": True}
+COMPLETION = {
+    "task": "completion", "repeat": True,
+    "questions": [{"prompt": "The capital of France is", "expect": "^Paris$", "max_tokens": 8}],
+}  # fmt: skip
+
+
+def serve_with(host, plan, fault=""):
+    plan = {f"check__{key}": value for key, value in {**PLAIN, **plan}.items()}
+    return host.serving(fault, **plan)
+
+
+@pytest.mark.parametrize(
+    ("plan", "names", "live"),
+    [
+        (EMBEDDING, {"embedding", "embedding in a batch"}, "numbers"),
+        (RANKING, {"ranking"}, "the correct document"),
+        (CLASSES, {"classes"}, "classes"),
+        (COMPLETION, {"first answer", "stream", "repeat", "parallel"}, ""),
+    ],
+    ids=["embedding", "ranking", "classes", "completion"],
+)
+def test_healthy_model_passes_the_checks_of_its_task(host, plan, names, live):
+    release = serve_with(host, plan)
+    result = check(host, release)
+    assert result.ok, result.failed
+    general = {"ready", "served names", "context length", "log lines", "counters", "health"}
+    assert {finding.name for finding in result.checks} >= names | general
+    quick = {finding.name for finding in check(host, release, "quick").checks}
+    assert quick & names == {min(names)}
+    answer = status.check_live(release, host.paths)
+    assert answer.ok, answer
+    assert live in answer.detail
+    # The real engine answers 404 to chat requests of such a model.
+    assert "/v1/chat/completions" not in host.log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("plan", "fault", "violated", "message"),
+    [
+        (EMBEDDING, "garbage", "embedding", "is not closer"),
+        (EMBEDDING, "nan", "embedding", "not a finite number"),
+        ({**EMBEDDING, "width": 96}, "", "embedding", "128 numbers, but the model's width is 96"),
+        (EMBEDDING, "mixes-up", "embedding in a batch", "different embedding in a batch"),
+        (RANKING, "garbage", "ranking", "the correct document scored 1.000, the other 1.000"),
+        (CLASSES, "garbage", "classes", "identical class probabilities"),
+        (CLASSES, "nan", "classes", "invalid probabilities"),
+        (CLASSES, "mixes-up", "classes", "different class probabilities in a batch"),
+        (EMBEDDING, "counters-flat", "counters", "grew by 0"),
+        (AUDIO, "blind", "sound", "1 s and 4 s of sound took"),
+        (COMPLETION, "garbage", "first answer", "does not match '^Paris$'"),
+    ],
+)
+def test_fault_of_another_task_fails_its_check(host, monkeypatch, plan, fault, violated, message):
+    monkeypatch.setattr("spark_host.check.checks._COUNTER_WAIT_S", 0.3)
+    assert message in failed(check(host, serve_with(host, plan, fault)))[violated]
+
+
+def test_longer_sounds_take_more_prompt_tokens(host):
+    result = check(host, serve_with(host, AUDIO))
+    assert result.ok, result.failed
+    assert "sound" in {finding.name for finding in result.checks}
+
+
+def test_only_the_engine_package_has_engine_specific_names():
+    package = REPOSITORY / "files/host/spark_host/engine"
+    names = re.compile(r"vllm:|KV cache size:|VLLM_")
+    modules = [
+        path
+        for folder in ("files/host", "files/contract")
+        for path in (REPOSITORY / folder).rglob("*.py")
+        if package not in path.parents
+    ]
+    assert [path for path in modules if names.search(path.read_text())] == []
+
+
+def test_only_engine_plan_modules_have_engine_options():
+    folder = REPOSITORY / "spark_deploy/plan"
+    names = ("cluster", "engine_arguments", "guard_rails", "kv_cache")
+    allowed = {folder / f"{name}.py" for name in names}
+    option = re.compile(r"[\"'](?:--)?([a-z]+(?:-[a-z]+)+)[\"']")
+    options = {name for path in allowed for name in option.findall(path.read_text())}
+    options |= set(PROFILE_KEYS)
+    assert {"max-num-seqs", "block-size", "tensor-parallel-size", "served-model-name"} <= options
+    violations = set()
+    for path in set(folder.rglob("*.py")) - allowed:
+        text = path.read_text()
+        found = options.intersection(option.findall(text))
+        # The engine's name, too, except in the names of our image and plugin.
+        found.update(re.findall(r"(?i)(?<!spark[-_])vllm\w*", text))
+        violations |= {(str(path.relative_to(folder)), name) for name in found}
+    assert violations == set()

@@ -5,13 +5,12 @@ import threading
 import time
 
 import pytest
-from engine_checks import check, check_at_start, stored_proof
 from spark_host.engine import container
 from spark_host.engine.memory import GIB
 from spark_host.system import docker, systemd
 from spark_host.system.host import read_events
 from spark_host.watch import start_guard, watchdog
-from stub_host import wait_until
+from stub_host import check_at_start, stored_proof, wait_until
 
 FLOOR_BYTES = 4 * GIB
 
@@ -169,17 +168,3 @@ def test_unit_that_survives_its_engine_is_killed(host, meminfo, systemctl_calls,
     assert check_at_start(host, release).failed[0].name == "memory"
     wait_until(lambda: systemctl_calls, "the unit is killed")
     assert systemctl_calls == [("kill", "--signal=KILL", release.serve_unit)]
-
-
-@pytest.mark.usefixtures("pidfd")
-def test_only_checks_of_the_same_run_keep_the_memory_of_the_start(host, meminfo):
-    release = start(host, load_s="0.4")
-    set_available(meminfo, 17)
-    assert check_at_start(host, release).ok
-    set_available(meminfo, 60)
-
-    check(host, release, "full")
-    memory = stored_proof(host, release).start_memory
-    assert memory.lowest_bytes == 17 * GIB
-    check(host, release, "full", run="run-2")
-    assert stored_proof(host, release).start_memory is None

@@ -1,11 +1,11 @@
 import pytest
-from engine_checks import check, check_at_start, stored_proof
 from simulated_host import A, SimulatedHost
 from spark_contract.tool import COMPILING
 from spark_host.check import runner
 from spark_host.engine import logs
 from spark_host.engine.logs import StartPhases
 from spark_host.rollout import steps
+from stub_host import check, check_at_start, stored_proof
 
 from tests.receipts import source_receipt
 
@@ -70,11 +70,16 @@ def test_start_records_its_phases_and_later_checks_keep_them(host, monkeypatch):
     monkeypatch.setattr(runner, "_find_start_failure", lambda *_: None)
     release = host.release()
     host.start(release, STUB_LOAD_S="1")
-    times_s = check_at_start(host, release).start_times_s
+    start = check_at_start(host, release)
+    times_s = start.start_times_s
     assert [name for name in times_s if name != "graphs"] == ["image", "weights", "ready"]
     assert times_s["weights"] > 0.3
     assert check(host, release, "full").start_times_s == {}
-    assert stored_proof(host, release).start_times_s == times_s
+    stored = stored_proof(host, release)
+    assert (stored.start_times_s, stored.start_memory) == (times_s, start.start_memory)
+    assert start.start_memory is not None
+    check(host, release, "full", run="run-2")
+    assert stored_proof(host, release).start_memory is None
 
 
 def test_rollout_reports_only_the_progress_of_its_unit(monkeypatch, capfd):

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from socket_servers import listening
 from spark_contract import files
 from spark_host.engine import container
 from spark_host.engine.client import Engine, EngineError, Metrics
@@ -15,8 +16,9 @@ from spark_host.gateway import gateway
 from spark_host.system import docker
 from spark_host.system.host import read_events
 from spark_host.watch import sensors, watchdog
+from spark_host.watch.sensors import GpuAlarms, Reading
 from spark_host.watch.watchdog import StallDetector
-from stub_host import RELEASE, write_program
+from stub_host import RELEASE, fail_without_space, write_program
 
 UNIT = f"spark-serve@{RELEASE}.service"
 STALL_S = 120
@@ -108,12 +110,8 @@ def run_watchdog(host, monkeypatch, max_samples=100):
 
 @pytest.fixture
 def listener(host):
-    path = host.paths.engine_socket(host.release().service)
-    path.parent.mkdir(parents=True)
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(str(path))
-        listening.listen(64)
-        yield listening
+    with listening(host.paths.engine_socket(host.release().service)) as socket:
+        yield socket
 
 
 @pytest.mark.parametrize("is_queue_full", [False, True])
@@ -189,7 +187,7 @@ def test_unwritable_event_does_not_prevent_the_kill(host, engine, monkeypatch, c
     def write(path, text, mode=420):
         if disk == "hanging":
             recovered.wait(10)
-        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        fail_without_space(path)
 
     monkeypatch.setattr(files, "write_text", write)
     monkeypatch.setattr(watchdog, "_EVENT_WAIT_S", 0.1)
@@ -265,3 +263,57 @@ def test_pidfd_is_opened_only_for_this_container(engine, monkeypatch):
     assert container.open_process("spark-x") is None
     monkeypatch.setattr(docker, "inspect_container", lambda name, limit_s: None)
     assert container.open_process("spark-x") is None
+
+
+@pytest.fixture
+def alarms(host):
+    watch = {"stall_s": 1, "interval_s": 0.1, "hot_celsius": 90}
+    return GpuAlarms(host.release(watch=watch).watch)
+
+
+@pytest.mark.parametrize(
+    ("text", "reading"),
+    [
+        ("67, 2418, 16.42, 0\n", Reading(67, 2418, 16.42, 0)),
+        ("67, 2418, [N/A], [N/A]\n", Reading(67, 2418, None, None)),
+        ("[N/A], [Unknown Error], [N/A], 3\n", Reading(None, None, None, 3)),
+        ("No devices were found\n", None),
+        ("", None),
+    ],
+)
+def test_parses_numbers_or_none(text, reading):
+    assert sensors.parse(text) == reading
+
+
+def test_no_sample_without_nvidia_smi(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert sensors.read() is None
+
+
+def test_values_around_the_heat_limit_record_two_events(alarms):
+    events = []
+    for celsius in (85, 91, 93, 89, 91, 84):
+        events += alarms.events(Reading(celsius, 2400, None, None))
+    assert [kind for kind, _ in events] == ["hot", "cooled"]
+    assert "the GPU is at 91 °C (limit 90 °C), clock 2400 MHz" in events[0][1]
+
+
+def test_stuck_power_supply_records_an_event(alarms):
+    events = [alarms.events(Reading(55, 850, 22.0, 99)) for _ in range(4)]
+    assert [[kind for kind, _ in sample] for sample in events] == [[], [], ["power"], []]
+    recovered = alarms.events(Reading(61, 2400, 70.0, 95))
+    assert "are back to normal" in recovered[0][1]
+
+
+@pytest.mark.parametrize(
+    "reading",
+    [
+        Reading(40, 208, 4.2, 0),
+        Reading(80, 2100, 50.0, 99),
+        Reading(55, None, 22.0, 99),
+        Reading(None, 850, None, 99),
+        None,
+    ],
+)
+def test_idle_or_incomplete_samples_record_no_event(alarms, reading):
+    assert [event for _ in range(5) for event in alarms.events(reading)] == []

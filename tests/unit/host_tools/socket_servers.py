@@ -1,13 +1,75 @@
 import json
-import socketserver
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from socketserver import ThreadingUnixStreamServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
+
+
+@contextmanager
+def listening(path: Path) -> Iterator[socket.socket]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        path.chmod(0o666)
+        listener.listen(512)
+        yield listener
+
+
+@contextmanager
+def accepting(path: Path, serve: Callable[[socket.socket], None]) -> Iterator[None]:
+    def accept(listener: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                connection = listener.accept()[0]
+                threading.Thread(target=serve, args=(connection,), daemon=True).start()
+
+    with listening(path) as listener:
+        thread = threading.Thread(target=accept, args=(listener,), daemon=True)
+        thread.start()
+        yield
+        listener.shutdown(socket.SHUT_RDWR)
+    thread.join(10)
+
+
+@contextmanager
+def serving(path: Path, handler: type[BaseHTTPRequestHandler]) -> Iterator[None]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with ThreadingUnixStreamServer(str(path), handler) as server:
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        yield
+        server.shutdown()
+        thread.join()
+
+
+class SilentHandler(BaseHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def json_server(path: Path, answer: Callable[[str, Any], Any]) -> Iterator[None]:
+    class Handler(SilentHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "null")
+            data = json.dumps(answer(self.path, body)).encode()
+            with suppress(BrokenPipeError):
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+        do_GET = do_POST  # noqa: N815
+
+    with serving(path, Handler):
+        yield
 
 
 class Answer:
@@ -45,19 +107,11 @@ class Daemon:
         answer.send({"status": f"Status: Downloaded newer image for {reference}"})
 
 
-class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
-    daemon_threads = True
-    block_on_close = False
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Print nothing: the client disconnected."""
-
-
 @contextmanager
-def listening(path: Path) -> Iterator[Daemon]:
+def docker_daemon(path: Path) -> Iterator[Daemon]:
     daemon = Daemon()
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(SilentHandler):
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
@@ -83,12 +137,5 @@ def listening(path: Path) -> Iterator[Daemon]:
             except OSError:
                 daemon.disconnected.set()
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with _Server(str(path), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
-        thread.start()
+    with serving(path, Handler):
         yield daemon
-        server.shutdown()
-        thread.join()
