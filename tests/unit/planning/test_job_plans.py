@@ -196,14 +196,14 @@ def test_pruning_keeps_files_of_kept_ready_models(pair):
             plan.served_checkpoint.dir,
             *(source.dir for source in plan.sources),
             *mounts,
-        } <= keep.folders
-        assert {plan.image.tag, plan.image.base} <= keep.images
+        } <= set(keep.folders)
+        assert {plan.image.tag, plan.image.base} <= set(keep.images)
 
 
 def test_pruning_keeps_planned_release_and_configured_number_of_others():
     plan = plan_ready(**{"releases.keep": 4})
     keep = keep_list(plan)
-    assert (keep.releases, keep.releases_kept) == ({plan.release.name}, 4)
+    assert (keep.releases, keep.releases_kept) == ((plan.release.name,), 4)
 
 
 TREE = "f" * 64
