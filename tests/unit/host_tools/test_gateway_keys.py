@@ -1,3 +1,5 @@
+import contextlib
+import http.client
 import json
 import os
 import stat
@@ -301,18 +303,14 @@ def test_missing_engine_returns_503(client):
         assert json.load(refused)["error"]["code"] == 503
 
 
-@pytest.mark.slow
 def test_streams_answers(client):
-    start = time.monotonic()
-    answer = client.start_long_answer()
-    arrivals = [time.monotonic() - start]
-    while line := answer.readline():
-        if line.startswith(b"data: "):
-            arrivals.append(time.monotonic() - start)
-    assert len(arrivals) >= 11
-    # Pieces 50 ms apart: a buffering proxy would send them together.
-    assert arrivals[-1] - arrivals[0] > 0.4
-    assert arrivals[0] < 0.3
+    with client.start_long_answer() as answer:
+        client.host.engines[0].kill()
+        rest = b""
+        with contextlib.suppress(http.client.IncompleteRead):
+            rest = answer.read()
+    # A proxy that buffers would send the first piece after the last.
+    assert b"[DONE]" not in rest
 
 
 @pytest.mark.parametrize(
