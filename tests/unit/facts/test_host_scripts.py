@@ -183,12 +183,12 @@ def read_docker(folder):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("delays_s", "silent"),
-    [({"docker": 0.5, "nvidia-smi": 0.6, "nvidia-ctk": 0.6}, ()), ({"docker": 1.2}, ("docker",))],
+    [({"docker": 2, "nvidia-smi": 2, "nvidia-ctk": 2}, ()), ({"docker": 9}, ("docker",))],
 )
 def test_waits_for_slow_programs_and_reports_those_that_do_not_respond(
     tmp_path, monkeypatch, delays_s, silent
 ):
-    monkeypatch.setattr(docker_facts, "_TIMEOUTS_S", (0.4, 0.9))
+    monkeypatch.setattr(docker_facts, "_TIMEOUTS_S", (1.5, 8.0))
     for name, output in OUTPUT.items():
         called = tmp_path / f"{name}.called"
         # Others than docker sleep at the first call only.
