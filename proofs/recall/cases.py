@@ -44,8 +44,11 @@ WIDE: dict[str, Any] = {
     "max_num_batched_tokens": 8192,
     "max_num_seqs": 5,
 }
-FIVE = {str(FARTHEST - 256): {"near": False, "kinds": {"record": 3, "passage": 1, "register": 1}}}
-"""Five questions on the same context, sent at once; each prompt is computed in full."""
+FIVE = {
+    str(FARTHEST - before): {"near": False, "kinds": {"record": 5, "passage": 2, "register": 1}}
+    for before in (256, 512)
+}
+"""Eight questions on each of two contexts, five at once; each prompt is computed in full."""
 CACHE = {"enable_prefix_caching": True}
 ALONE = {"max_num_seqs": 1}
 BLOCKING = {"CUDA_LAUNCH_BLOCKING": "1"}

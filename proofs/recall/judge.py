@@ -188,14 +188,26 @@ def recall_row(results: Results, name: str, reference: list[Row]) -> Row:
     )
 
 
-def found_of(reference: list[Row], rows: list[Row]) -> dict[str, int]:
+def found_of(reference: list[Row], rows: list[Row]) -> dict[str, Any]:
     questions, known = looked_up(rows), sure(reference, rows)
+    right = sum(row["right"] for row in questions)
     return {
         "asked": len(questions),
-        "right": sum(row["right"] for row in questions),
+        "right": right,
+        "right_interval_95": wilson_interval(right, len(questions)),
         "sure_in_16bit": len(known),
         "of_these_right": sum(row["right"] for row in known),
     }
+
+
+def wilson_interval(right: int, asked: int) -> list[float]:
+    """Return the 95 % confidence interval of a share (Wilson, 1927)."""
+    if not asked:
+        return [0.0, 1.0]
+    z = 1.96
+    middle = (right + z * z / 2) / (asked + z * z)
+    half = z * math.sqrt(right * (asked - right) / asked + z * z / 4) / (asked + z * z)
+    return [round(middle - half, 4), round(middle + half, 4)]
 
 
 def states_row(results: Results, name: str, base: list[Row]) -> Row:

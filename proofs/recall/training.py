@@ -31,8 +31,8 @@ from proofs.result_files import write_result
 
 SEED = 11
 RESULT = "recall-training.json"
-SPAN = 140_000
-"""Positions taught, by jumps between slots."""
+SPAN = 262_400
+"""Positions taught, by jumps between slots: all of ``cases.FARTHEST``."""
 LIMIT_S = 400
 MTP_WEIGHT = 0.3
 CAVEATS = [
@@ -239,7 +239,7 @@ def main() -> None:
     }
     seen["recall"] = []
     seen["phases"] = [asdict(phase) for phase in phases]
-    for length, rows in ((512, 32), (4096, 8), (32768, 2), (131072, 1)):
+    for length, rows in ((512, 32), (4096, 8), (32768, 2), (131072, 1), (262144, 1)):
         seen["recall"].append(recall(network, device, length, rows))
         print(json.dumps(seen["recall"][-1]), file=sys.stderr, flush=True)
         write_result(out / RESULT, {**about, **seen})
