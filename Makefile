@@ -7,7 +7,7 @@ PYTHONS ?= 3.10 3.11 3.12 3.13
 .PHONY: help venv test core-unit core-lab core-host core-faults check fmt unit pythons engine site editor clients recording host faults gpu-all gpu gpu-train gpu-times gpu-plans cpu-all cpu-plugin cpu-proofs cpu-sizes cpu-seeing cpu-models kernels backends demo demo-fast lab-up lab-down lab-purge lab-model plan docs golden lock-requirements advisories sbom checksums release
 
 # Profiles of Qwen3.8-Flash-Next do not fit the default model.
-PROFILES := $(filter-out flash-%,$(PROFILES))
+PROFILES := $(filter-out flash-%,$(basename $(notdir $(wildcard catalog/profiles/*.yml))))
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -113,7 +113,6 @@ gpu-all: ## all results that need a CUDA GPU: make gpu, then make gpu-times on a
 	  $(MAKE) --no-print-directory gpu-times && exit $$held
 
 GPU_PYTHON ?= python3
-PYTHONS ?= 3.10 3.11 3.12 3.13
 gpu: ## all proofs on a CUDA machine; GPU_PYTHON needs torch, triton, vllm, pytest and our plugin (proofs/README.md)
 	@test -d build/plans || $(MAKE) --no-print-directory gpu-plans \
 	  || echo "no plans could be made here: tests that serve them are skipped (make gpu-plans elsewhere)"

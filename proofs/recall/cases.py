@@ -167,6 +167,8 @@ V3_DRAFTS: dict[str, Any] = {
 }
 """Those of ``catalog/profiles/v3.yml``: two drafts for one or two requests, one for more."""
 HALF_VOCABULARY = {"spark": {**TRITON["spark"], "draft_vocabulary": VOCABULARY // 2}}
+SHUFFLED = 3
+"""Seed of the half of the vocabulary that ``proofs/recall/engine.py`` writes to a file."""
 ACCEPT_ALMOST_ALL = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.9}
 MANY, FEWER = 4000, 400
 
@@ -190,6 +192,13 @@ def sampling_cases() -> list[dict[str, Any]]:
         sampled("sampling-v3-two", 2, V3_DRAFTS),
         sampled("sampling-v3-four", 4, V3_DRAFTS),
         sampled("sampling-v3-vocabulary", 2, V3_DRAFTS, additional=HALF_VOCABULARY),
+        sampled(
+            "sampling-v3-text-vocabulary",
+            2,
+            V3_DRAFTS,
+            additional=HALF_VOCABULARY,
+            draft_vocabulary_seed=SHUFFLED,
+        ),
         sampled("sampling-v3-wide", 64, unscheduled, **wide),
         sampled("sampling-damage-cooler", 64, cooler=0.9, **wide),
         sampled("sampling-damage-accept", 64, ACCEPT_ALMOST_ALL),

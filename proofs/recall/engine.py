@@ -1,6 +1,7 @@
 """Answers of the recall model: ``python3 -m proofs.recall.engine CASE.json OUT_DIR``."""
 
 import hashlib
+import json
 import os
 import time
 from collections.abc import Callable
@@ -270,8 +271,21 @@ def converse(llm: Any, seed: int, long: bool) -> list[dict[str, Any]]:
     return results
 
 
+def with_draft_vocabulary(case: dict[str, Any], out: Path) -> dict[str, Any]:
+    """Return the case with a file of the drafter's tokens: random ids in random order."""
+    spark = case["additional"]["spark"]
+    source = np.random.default_rng(case["draft_vocabulary_seed"])
+    ids = source.permutation(language.VOCABULARY)[: spark["draft_vocabulary"]]
+    path = out / f"{case['name']}-token-ids.json"
+    path.write_text(json.dumps(ids.tolist()))
+    spark = {**spark, "draft_vocabulary_file": str(path)}
+    return {**case, "additional": {**case["additional"], "spark": spark}}
+
+
 def run(case: dict[str, Any], out: Path) -> dict[str, Any]:
     quick.start_quickly()
+    if "draft_vocabulary_seed" in case:
+        case = with_draft_vocabulary(case, out)
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()

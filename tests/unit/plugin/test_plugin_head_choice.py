@@ -32,6 +32,39 @@ def test_drafts_are_chosen_from_low_and_added_token_ids(tmp_path):
     assert choice.frequent_token_ids(tmp_path, 99, vocabulary=8) == [*range(8)]
 
 
+def test_token_ids_of_a_file_keep_their_order(tmp_path):
+    path = tmp_path / "token_ids.json"
+    path.write_text("[5, 0, 7]")
+    assert choice.read_token_ids(path, 3, vocabulary=8) == [5, 0, 7]
+    path.write_text("[2, 0, 1]")
+    assert choice.read_token_ids(path, 64, vocabulary=3) == [2, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        (None, 3),
+        ("", 3),
+        ("[5, 0", 3),
+        ('{"5": 0}', 1),
+        ("[5, 0, 7.0]", 3),
+        ("[5, 0, true]", 3),
+        ("[5, 0, 8]", 3),
+        ("[5, 0, -1]", 3),
+        ("[5, 0, 5]", 3),
+        ("[5, 0]", 3),
+        ("[5, 0, 7]", 2),
+        ("[]", 1),
+    ],
+)
+def test_rejects_missing_and_damaged_files_of_token_ids(tmp_path, text, count):
+    path = tmp_path / "token_ids.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=str(path)):
+        choice.read_token_ids(path, count, vocabulary=8)
+
+
 def test_marlin_wins_ties():
     assert (
         choice.select_fastest({"own": {1: 5.0}, "marlin": {1: 5.0}, "bf16": {1: 9.0}}) == "marlin"

@@ -46,6 +46,26 @@ def frequent_token_ids(tokenizer: Path, count: int, vocabulary: int) -> list[int
     return sorted([*special, *others[: max(0, count - len(special))]])
 
 
+def read_token_ids(path: Path, count: int, vocabulary: int) -> list[int]:
+    """Return the token ids of a JSON file; raise ValueError unless they are ``count`` rows."""
+    try:
+        ids = json.loads(path.read_text("utf-8"))
+        if not isinstance(ids, list) or any(type(token) is not int for token in ids):
+            raise ValueError("is not a list of token ids")
+        if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
+            raise ValueError(f"has ids outside 0 to {vocabulary - 1}")
+        if len(set(ids)) != len(ids):
+            raise ValueError("has duplicate ids")
+        if len(ids) != min(count, vocabulary):
+            raise ValueError(f"has {len(ids)} ids, expected {min(count, vocabulary)}")
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{path}: {error}; fix: delete its directory on the host and run the deploy again, or "
+            "remove spark.draft_vocabulary_file"
+        ) from error
+    return ids
+
+
 def select_fastest(times: Times) -> str:
     """Return the kernel with the smallest sum over the batches; the fallback wins a tie."""
     fallback_first = sorted(times, key=lambda kernel: kernel != FALLBACK)

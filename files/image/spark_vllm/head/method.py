@@ -2,7 +2,8 @@
 
 # Select it with ``--additional-config '{"spark": {"lm_head": "int8-triton"}}'`` for a 16-bit head.
 # ``lm_head_times`` is the path of a file for measured times; without it, Marlin is used.
-# ``draft_vocabulary`` is the number of tokens that the drafter chooses from.
+# ``draft_vocabulary`` is the number of tokens that the drafter chooses from:
+# ``draft_vocabulary_file`` lists them, otherwise they have the lowest ids.
 
 from __future__ import annotations
 
@@ -28,6 +29,7 @@ from spark_vllm.head.choice import (
     frequent_token_ids,
     list_head_batches,
     read_choice,
+    read_token_ids,
     save_fastest,
 )
 from spark_vllm.head.compute import (
@@ -50,7 +52,16 @@ class HeadOptions:
     times_path: Path | None  # file with measured times; None means Marlin
     batches: tuple[int, ...]
     draft_vocabulary: int | None
+    draft_vocabulary_file: Path | None
     tokenizer: Path
+
+    def draft_token_ids(self, vocabulary: int) -> list[int]:
+        """Return the ids of the tokens that the drafter chooses from; none if it has no copy."""
+        if self.draft_vocabulary is None:
+            return []
+        if self.draft_vocabulary_file is None:
+            return frequent_token_ids(self.tokenizer, self.draft_vocabulary, vocabulary)
+        return read_token_ids(self.draft_vocabulary_file, self.draft_vocabulary, vocabulary)
 
 
 def read_head_options() -> HeadOptions | None:
@@ -65,6 +76,12 @@ def read_head_options() -> HeadOptions | None:
     if kernel is not None:
         _check_choice("lm_head_kernel", kernel, KERNELS)
     times, draft_vocabulary = spark.get("lm_head_times"), spark.get("draft_vocabulary")
+    token_ids = spark.get("draft_vocabulary_file")
+    if token_ids is not None and draft_vocabulary is None:
+        raise ValueError(
+            "--additional-config: spark.draft_vocabulary_file: needs spark.draft_vocabulary; "
+            "fix: set it to the number of ids in the file"
+        )
     if draft_vocabulary is not None and config.parallel_config.tensor_parallel_size > 1:
         raise ValueError(
             "--additional-config: spark.draft_vocabulary: needs all rows on one GPU; "
@@ -79,6 +96,7 @@ def read_head_options() -> HeadOptions | None:
             speculation.num_speculative_tokens if speculation else 0,
         ),
         draft_vocabulary=draft_vocabulary,
+        draft_vocabulary_file=Path(token_ids) if token_ids else None,
         tokenizer=Path(config.model_config.tokenizer),
     )
 
@@ -133,6 +151,8 @@ class Int8Head(QuantizeMethodBase):
         weight = Parameter(torch.empty(shape, dtype=params_dtype), requires_grad=False)
         set_weight_attrs(weight, {"input_dim": 1, "output_dim": 0, **extra_weight_attrs})
         layer.register_parameter("weight", weight)
+        # Before loading, so that a damaged file stops the engine at once.
+        self.draft_token_ids = self.options.draft_token_ids(layer.org_vocab_size)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Choose the kernel and convert the weight to the format that the kernel reads.
@@ -148,8 +168,7 @@ class Int8Head(QuantizeMethodBase):
             layer.register_parameter("head_scales", Parameter(scales, requires_grad=False))
         self.head = make_head(kernel, values, scales, weight)
         rows, in_features = weight.shape
-        if count := self.options.draft_vocabulary:
-            ids = frequent_token_ids(self.options.tokenizer, count, layer.org_vocab_size)
+        if ids := self.draft_token_ids:
             index = torch.tensor(ids, device=weight.device)
             # Rows are the second dimension of scales.
             draft_scales = scales.index_select(1, index)
