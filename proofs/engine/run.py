@@ -87,6 +87,7 @@ def _run(
     result = read_result(case, out, late)
     seconds = time.monotonic() - started
     print(f"phase=case name={case['name']} state={result['state']} s={seconds:.0f}", flush=True)
+    print(result["log_tail"], end="", flush=True)
     return result
 
 

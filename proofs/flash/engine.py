@@ -5,11 +5,28 @@ from pathlib import Path
 from typing import Any
 
 from proofs.engine import case as engine_case
+from proofs.engine import quick
 
 
 def run(case: dict[str, Any], out: Path) -> dict[str, Any]:
     use_plain_mixers()
-    return engine_case.run(case, out)
+    for name in case.get("damage", ()):
+        from proofs.recall.engine import WAYS
+
+        WAYS[name]()
+    return sample(case) if "settings" in case else engine_case.run(case, out)
+
+
+def sample(case: dict[str, Any]) -> dict[str, Any]:
+    from proofs.prompts import prompts_of
+    from proofs.recall import sampling
+
+    if quick.is_enabled():
+        quick.start_quickly()
+    llm, result = engine_case.start_engine(case, skip_tokenizer_init=True)
+    options = (case["settings"], case["samples"], case["cooler"])
+    samples = sampling.draw(llm, prompts_of(case, None), *options)
+    return {**result, "samples": samples, "counters": engine_case.read_counters(llm)}
 
 
 def use_plain_mixers() -> None:

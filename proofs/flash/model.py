@@ -259,6 +259,9 @@ BUILT: dict[str, dict[str, str]] = {
     "flash-requantised": {"base": "fp8", "ngram_table": "e2m1"},
     "flash": {"base": "nvfp4", "ngram_table": "e2m1", "shared_experts": "fp8-self"},
     "flash-head8": {"base": "nvfp4", "ngram_table": "e2m1", "head": "int8-g128"},
+    "flash-planned": {
+        "base": "nvfp4", "ngram_table": "e2m1", "shared_experts": "fp8-self", "layout": "overlay",
+    },
     "flash-overlay": {
         "base": "nvfp4", "ngram_table": "e2m1", "head": "int8-g128",
         "shared_experts": "fp8-self", "layout": "overlay",

@@ -1,17 +1,14 @@
-"""Prove tables in files, quantized heads and drafts of Qwen4Exp on a GPU; write a result file."""
+"""Engines and judges of tables in files, quantized heads and drafts of Qwen4Exp."""
 
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from proofs.engine import run as engine_run
 from proofs.engine.cases import graphs, mtp
-from proofs.engine.quick import caveats
 from proofs.flash import model
 from proofs.judges.answers import acceptance, attempt, compare_answers, failed_start, row
 from proofs.prompts import IDS_LENGTHS, random_prompts
-from proofs.result_files import describe_engines, write_result
 
 Row = dict[str, Any]
 Results = dict[str, Row]
@@ -21,12 +18,6 @@ FULL = "FULL_AND_PIECEWISE"
 ON_DEVICE: dict[str, Any] = {"engram_config": {"cpu_offload": False}}
 IN_FILE = {"spark": {"ngram_table": "file", "ngram_cache_mib": 4}}
 HEAD = {"spark": {**IN_FILE["spark"], "lm_head": "int8-triton", "lm_head_kernel": "own"}}
-CAVEATS = [
-    "not a GB10: behaviour and numerics are shown here, no Spark speed",
-    "torch and triton differ from the versions this vLLM pins",
-    "mixers of up to 16 tokens use the unfused path where CuTe DSL is missing",
-    "the model is small and constructed, not trained",
-]
 
 
 def case(name: str, tree: str, **more: Any) -> Row:
@@ -332,30 +323,3 @@ def judge_two_gpus(results: Results, work: Path, _: Path) -> list[Row]:
         attempt("moved-rows", judge_changed, results, "moved-rows", "file-tp2"),
         attempt("damaged-blocks", judge_damage, results, "damaged-blocks", "is damaged"),
     ]
-
-
-def prove(trees: Path, work: Path, out: Path, *, tensor_parallel: bool) -> list[Row]:
-    """Run all engines, judge them, write a result file; return the rows.
-
-    With ``tensor_parallel``, engines on two GPUs are compared with engines on one.
-    """
-    from proofs.stages import environment
-
-    make_damaged(trees)
-    listed = two_gpu_cases() if tensor_parallel else cases()
-    warm = ("stock-tp2",) if tensor_parallel else ("file-full-mtp3", "stock-nvfp4")
-    first = [entry for entry in listed if entry["name"] in warm]
-    rest = [entry for entry in listed if entry not in first]
-    results: Results = {}
-    for wave in (first, rest):  # the first compile the kernels
-        results |= engine_run.run_cases(
-            wave, trees, work, at_once=12, limit_s=400, module="proofs.flash.engine"
-        )
-    judge = judge_two_gpus if tensor_parallel else judge_all
-    results = {entry["name"]: {"case": entry, **results[entry["name"]]} for entry in listed}
-    rows = judge(results, work, trees)
-    engines = describe_engines(results, rows, None)
-    stage = "flash-next-tp2" if tensor_parallel else "flash-next"
-    document = {"stage": stage, **environment(), "caveats": [*CAVEATS, *caveats()], "rows": rows}
-    write_result(out / f"engine-{stage}.json", {**document, "engines": engines})
-    return rows

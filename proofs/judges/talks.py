@@ -70,7 +70,7 @@ def _find_differences(results: Results, pairs: list[Pair]) -> dict[str, Any]:
     partings: dict[str, list[float]] = {}
     beyond, largest = 0, (0.0, "nowhere")
     for first, second in pairs:
-        words = list(_compare(results[first], results[second]))
+        words = list(compare_words(results[first], results[second]))
         compared.update({(word.turn, word.talk) for word in words})
         parted = [word for word in words if word.margin is not None]
         beyond += any(word.margin > TIE for word in parted)
@@ -94,7 +94,7 @@ def _find_differences(results: Results, pairs: list[Pair]) -> dict[str, Any]:
     }
 
 
-def _compare(first_run: Row, second_run: Row) -> Iterator[Word]:
+def compare_words(first_run: Row, second_run: Row) -> Iterator[Word]:
     first_turns, second_turns = _list_turns(first_run), _list_turns(second_run)
     for talk in range(len(first_turns[0])):
         for turn, (first, second) in enumerate(zip(first_turns, second_turns, strict=True)):

@@ -52,33 +52,40 @@ def ask_for_passages() -> tuple[list[list[int]], int]:
     return prompts, len(questions[0].answer)
 
 
-def sample(llm: Any, count: int, cooler: float) -> Row:
-    """Return ``count`` answers to each prompt, and the acceptance of drafts by setting.
-
-    ``cooler`` multiplies temperatures, as a damage.
-    """
+def ask(llm: Any, prompts: list[list[int]], cooler: float, **options: Any) -> Any:
+    """``cooler`` multiplies the temperature, as a damage."""
     from vllm import SamplingParams
 
     from proofs.engine import case as engine_case
 
-    def ask(prompts: list[list[int]], **options: Any) -> Any:
-        temperature = options.pop("temperature") * cooler
-        sampling = SamplingParams(
-            temperature=temperature, ignore_eos=True, detokenize=False, **options
-        )
-        requests = [engine_case.to_request(prompt) for prompt in prompts]
-        return llm.generate(requests, sampling, use_tqdm=False)
+    options["temperature"] *= cooler
+    sampling = SamplingParams(ignore_eos=True, detokenize=False, **options)
+    requests = [engine_case.to_request(prompt) for prompt in prompts]
+    return llm.generate(requests, sampling, use_tqdm=False)
 
+
+def draw(
+    llm: Any, prompts: list[list[int]], settings: dict[str, Row], count: int, cooler: float
+) -> Row:
+    """Return ``count`` answers to each prompt by setting."""
     samples = {}
-    for name, setting in SETTINGS.items():
-        prompts = [ask_ambiguously(seed) for seed in range(PROMPTS)]
-        answers = ask(prompts, n=count, max_tokens=TOKENS, **setting)
+    for name, setting in settings.items():
+        answers = ask(llm, prompts, cooler, n=count, max_tokens=TOKENS, **setting)
         samples[name] = [[list(o.token_ids) for o in answer.outputs] for answer in answers]
+    return samples
+
+
+def sample(llm: Any, count: int, cooler: float) -> Row:
+    """Return answers to ambiguous prompts, and the acceptance of drafts by setting."""
+    from proofs.engine import case as engine_case
+
+    prompts = [ask_ambiguously(seed) for seed in range(PROMPTS)]
+    samples = draw(llm, prompts, SETTINGS, count, cooler)
     accepted = {}
     passages, length = ask_for_passages()
     for name, setting in {GREEDY: {"temperature": 0.0}, **SETTINGS}.items():
         before = engine_case.read_counters(llm)
-        ask(passages, max_tokens=length, **setting)
+        ask(llm, passages, cooler, max_tokens=length, **setting)
         accepted[name] = _count_since(before, engine_case.read_counters(llm))
     return {"samples": samples, "accepted_at": accepted}
 
@@ -129,7 +136,7 @@ def compare(reference: Row, sampled: Row) -> dict[str, Any]:
     tests (Bonferroni).
     """
     tests, freedom = [], 0
-    for name in SETTINGS:
+    for name in reference:
         for plain, drafted in zip(reference[name], sampled[name], strict=True):
             for length in range(2, TOKENS + 1):
                 first, second = (
@@ -142,7 +149,7 @@ def compare(reference: Row, sampled: Row) -> dict[str, Any]:
     return {
         "tests": len(tests),
         "degrees_of_freedom": freedom,
-        "answers": sum(len(answers) for name in SETTINGS for answers in sampled[name]),
+        "answers": sum(len(answers) for name in reference for answers in sampled[name]),
         "smallest_chance": float(f"{min(1.0, min(tests) * len(tests)):.3g}"),
     }
 

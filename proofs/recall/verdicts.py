@@ -20,7 +20,6 @@ from proofs.recall.judge import (
     Row,
     acceptance_by_place,
     answers_of,
-    by_length,
     divergences,
     looked_up,
     noise_row,

@@ -59,7 +59,13 @@ def ask_recall_questions(server: Server, model: str) -> list[dict[str, Any]]:
 
 
 def completion(
-    server: Server, model: str, prompt: list[int] | str, tokens: int, *, ignore_eos: bool
+    server: Server,
+    model: str,
+    prompt: list[int] | str,
+    tokens: int,
+    *,
+    ignore_eos: bool,
+    **more: Any,
 ) -> dict[str, Any]:
     body = {
         "model": model,
@@ -70,6 +76,7 @@ def completion(
         "ignore_eos": ignore_eos,
         "return_tokens_as_token_ids": True,
         "add_special_tokens": False,
+        **more,
     }
     choice = Engine(server.socket).ask(COMPLETIONS, body, TIMEOUT_S)["choices"][0]
     logprobs = choice["logprobs"]

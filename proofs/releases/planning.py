@@ -26,6 +26,7 @@ PLANS = {
     "plain-bf16": ["--model", "tiny-bf16", "--profile", "plain-mtp2"],
     "published-bf16": ["--model", "tiny-bf16", "--profile", "plain"],
     "plain-ngram": ["--model", "tiny-bf16", "--profile", "plain-ngram"],
+    "flash-nvme": ["--model", "qwen3.8-flash-next", "--profile", "flash-nvme"],
     "container": ["--model", "tiny", "--profile", "v2"],
     "seeing": ["--model", "tiny", "--profile", "v2-seeing"],
 }

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -217,7 +218,13 @@ def start(plan: dict[str, Any], tree: str, log: Path, kind: str) -> Server:
     return server
 
 
-def serve(plan: dict[str, Any], tree: str, log: Path, kind: str) -> dict[str, Any]:
+def serve(
+    plan: dict[str, Any],
+    tree: str,
+    log: Path,
+    kind: str,
+    talk: Callable[[Server, Release], dict[str, Any]] | None = None,
+) -> dict[str, Any]:
     release = documents.read(Release, plan["release"])
     server = start(plan, tree, log, kind)
     result: dict[str, Any] = {
@@ -232,7 +239,9 @@ def serve(plan: dict[str, Any], tree: str, log: Path, kind: str) -> dict[str, An
         if result["healthy_s"] is not None:
             result["state"] = "talking"
             engine, name = Engine(server.socket), release.names[0]
-            if kind == "long":
+            if talk:
+                result.update(talk(server, release))
+            elif kind == "long":
                 result.update(serve_long.talk(engine, name))
             else:
                 result.update(talk_to(engine, name, pictures=kind == "pictures"))

@@ -1,0 +1,126 @@
+"""Sampled answers with drafts, and conversations with a prefix cache, of Qwen4Exp."""
+
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import yaml
+
+from proofs.engine.cases import graphs, mtp
+from proofs.flash import model
+from proofs.flash.run import FULL, Results, Row, case
+from proofs.judges.answers import acceptance, attempt, cache_hits, failed_start, row
+from proofs.judges.talks import Word, compare_words
+from proofs.recall import sampling
+from proofs.recall.cases import V3_DRAFTS
+from proofs.result_files import CHECKOUT
+from proofs.trees.build import rewrite
+
+HOTTER = {
+    "temperature 1.5": {"temperature": 1.5},
+    "temperature 2.5": {"temperature": 2.5},
+    "temperature 2.5, top_k 20, top_p 0.95": {"temperature": 2.5, "top_k": 20, "top_p": 0.95},
+    "temperature 4, top_k 20, top_p 0.95": {"temperature": 4.0, "top_k": 20, "top_p": 0.95},
+}
+"""The usual settings leave this model little choice: its best token leads by up to 14 nats."""
+MANY, FEWER = 1200, 400
+SAMPLED = {"samples": FEWER, "cooler": 1.0, "settings": {**sampling.SETTINGS, **HOTTER}}
+
+
+def sampling_cases() -> list[Row]:
+    options = {**graphs(FULL), "max_num_seqs": 32, "kv_cache_memory_bytes": 2 << 30}
+    more = {**SAMPLED, "lengths": [64, 48, 40, 33], "options": options}
+    drawn = {name: V3_DRAFTS[name] for name in ("draft_sample_method", "rejection_sample_method")}
+    block = {"speculative_config": {**mtp(3)["speculative_config"], **drawn}}
+    return [
+        case("sampled", "flash-file", **{**more, "samples": MANY}),
+        case("sampled-mtp2", "flash-file", **{**more, "options": {**options, **mtp(2)}}),
+        case("sampled-mtp3-block", "flash-file", **{**more, "options": {**options, **block}}),
+        case("damage-cooler", "flash-file", **{**more, "samples": MANY, "cooler": 0.9}),
+    ]
+
+
+def judge_sampling(results: Results, work: Path, trees: Path) -> list[Row]:
+    rows = [failed_start(name, r) for name, r in results.items() if r["state"] != "ran"]
+    for name in [name for name in results if name != "sampled"]:
+        damaged = name == "damage-cooler"
+        judge, reference = sampling.judge_samples, results["sampled"]
+        rows.append(attempt(name, judge, name, results[name], reference, damaged=damaged))
+        rows[-1]["numbers"]["acceptance"] = acceptance(results[name])
+    return rows
+
+
+RAIL = "prefixes-with-sparse-attention"
+PLAIN, DAMAGED = "talk-plain", "talk-damage-states"
+
+
+def prefix_cases() -> list[Row]:
+    """Return conversations, in which answers and prompts cross boundaries of cache blocks."""
+    talk = {"lengths": [1300, 1100, 900, 600], "turns": 2, "tokens": 160, "capture": False}
+    plain = {"max_model_len": 2048}
+    kept = {**plain, "enable_prefix_caching": True}
+    full = {**kept, **graphs(FULL)}
+    stock = {**talk, "plugins": "", "additional": {}}
+    return [
+        case(PLAIN, "talk-nvfp4", **stock, options=plain),
+        case("talk-cache", "talk-nvfp4", **stock, options=kept),
+        case("talk-cache-full-mtp2", "talk-nvfp4", **stock, options={**full, **mtp(2)}),
+        case("talk-file-cache-full-mtp3", "talk-file", **talk, options={**full, **mtp(3)}),
+        case(DAMAGED, "talk-nvfp4", **stock, damage=["states"], options=kept),
+    ]
+
+
+def make_talk_trees(trees: Path) -> None:
+    """Let linear layers remember a whole prompt; their usual decay forgets within a few tokens."""
+    decays = np.log(np.linspace(0.001, 0.01, model.TEXT["linear_num_value_heads"]))
+    for kind in ("nvfp4", "file"):
+        tree = trees / f"talk-{kind}"
+        shutil.copytree(trees / f"flash-{kind}", tree)
+        for layer in range(model.TEXT["num_hidden_layers"] - 1):
+            name = f"{model.LAYERS}.{layer}.linear_attn.A_log"
+            rewrite(tree, name, decays.astype("<f4").tobytes())
+
+
+def judge_prefixes(results: Results, work: Path, trees: Path) -> list[Row]:
+    """Judge changes of log-probabilities by those in the first turns, which hit no cache."""
+    rows = [failed_start(name, r) for name, r in results.items() if r["state"] != "ran"]
+    ran = {name: result for name, result in results.items() if result["state"] == "ran"}
+    if PLAIN not in ran:
+        return rows
+    words = {name: list(compare_words(ran[PLAIN], ran[name])) for name in ran}
+    calm = (word for name in words if name != DAMAGED for word in words[name] if not word.turn)
+    noise = max(word.change for word in calm)
+    rails = yaml.safe_load((CHECKOUT / "catalog/guard_rails.yml").read_text("utf-8"))["rails"]
+    refused = any(rail["rule"] == RAIL and rail["effect"] == "refuse" for rail in rails)
+    judged = (name for name in ran if name != PLAIN)
+    return rows + [
+        attempt(name, _judge_hits, name, ran[name], words[name], noise, refused) for name in judged
+    ]
+
+
+def _judge_hits(name: str, result: Row, words: list[Word], noise: float, refused: bool) -> Row:
+    limit = max(0.05, 3 * noise)
+    largest_change = max(word.change for word in words)
+    partings = [word for word in words if word.margin is not None]
+    equal = largest_change <= limit and all((word.margin or 0) <= 2 * limit for word in partings)
+    hits = [cache_hits(turn) for turn in result["turns"]]
+    if name == DAMAGED:
+        claim, passed = f"{name}: the test sees that hits restore zero states", not equal
+    else:
+        claim = f"{name}: answers with hits equal those without, or {RAIL} refuses them"
+        passed = equal or refused
+    return row(
+        claim,
+        passed and min(hits) > 0,
+        [PLAIN, name],
+        measured=f"answers with hits {'equal' if equal else 'differ from'} those without",
+        refused=refused,
+        noise_of_first_turns=noise,
+        limit=limit,
+        largest_change=largest_change,
+        partings=[word._asdict() for word in partings],
+        words_compared_by_turn=sorted(Counter(word.turn for word in words).items()),
+        tokens_found_by_turn=hits,
+        acceptance=acceptance(result),
+    )
