@@ -60,7 +60,7 @@ def client_text(client, connection):
     return "\n".join(CLIENTS[client][1](connection))
 
 
-def test_opencode_gets_an_answer_with_printed_configuration(npm, connection, tmp_path):
+def test_opencode_gets_an_answer_with_the_printed_configuration(npm, connection, tmp_path):
     opencode = npm(OPENCODE) / "opencode"
     (tmp_path / "opencode.json").write_text(client_text("opencode", connection))
     output = run_shell(
@@ -69,7 +69,7 @@ def test_opencode_gets_an_answer_with_printed_configuration(npm, connection, tmp
     assert ANSWER in output
 
 
-def test_claude_code_gets_an_answer_with_printed_environment(npm, connection, tmp_path):
+def test_claude_code_gets_an_answer_with_the_printed_environment(npm, connection, tmp_path):
     claude = npm(CLAUDE_CODE) / "claude"
     output = run_shell(
         client_text("claude", connection), str(claude), "-p", QUESTION, home=tmp_path

@@ -162,7 +162,7 @@ def test_editor_completes_and_checks_files_written_by_init(server, tmp_path):
         editor.process.wait()
 
 
-def test_editor_marks_wrong_key_and_value(editor):
+def test_editor_marks_unknown_keys_and_invalid_values(editor):
     head = schema_comment("group_vars/spark.yml")
     wrong = editor.open("group_vars/spark.yml", head + "profil: v2\nserve: {port: 70000}\n")
     assert any("profil" in text for text in wrong), wrong

@@ -170,7 +170,7 @@ def test_engine_rejects_a_nan_scale_and_names_the_tensor(engine, trees):
     assert "layers.1.mlp.shared_expert.down_proj.weight" in log
 
 
-def test_engine_detects_damaged_numbers_in_every_dtype(engine):
+def test_engine_rejects_non_finite_and_implausible_values_in_every_dtype(engine):
     result = engine.run(str(HERE / "engine_finite.py"))
     report = json.loads(result.stdout.splitlines()[-1])
     for dtype, finite in report["verdicts"].items():
@@ -190,7 +190,7 @@ def test_engine_detects_damaged_numbers_in_every_dtype(engine):
     assert report["modules_without_flags"] == []
 
 
-def test_portable_format_rejects_a_plain_checkpoint(engine, plain):
+def test_portable_load_format_rejects_a_plain_checkpoint(engine, plain):
     log = engine.refusal("engine_run.py", plain, load_format="spark_portable")
     assert "is not a hybrid checkpoint" in log
 

@@ -106,7 +106,7 @@ def test_requirements_list_every_batch_field_that_the_plugin_reads():
     assert read - rows == set()
 
 
-def test_requirements_name_existing_plugin_files():
+def test_requirements_refer_to_existing_plugin_files():
     for row in TABLE:
         places = (PLUGIN / row.used_by, PLUGIN.parent / row.used_by)
         assert any(path.is_file() for path in places), row

@@ -61,7 +61,7 @@ def test_engine_lists_the_model_and_adapter_names_of_the_release(plan, served):
     assert [model["id"] for model in served["models"]["data"]] == list(plan.release.names)
 
 
-def test_lora_adapter_and_base_model_answer(served):
+def test_lora_adapter_and_base_model_answer_requests(served):
     replies = [
         (status, body["choices"][0]["message"]["content"] if status == 200 else None)
         for status, body in served["answers"]

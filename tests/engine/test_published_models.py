@@ -130,7 +130,7 @@ def files_bytes(plan, work, number=0):
 
 
 @pytest.mark.parametrize("model", DECODERS)
-def test_decoder_model_added_by_one_command_answers(served, model):
+def test_decoder_model_added_with_one_command_answers_requests(served, model):
     _, answers, logs = served
     assert DECODERS[model] in logs[model]
     assert answers[model]["text"] == "Paris"
@@ -150,7 +150,7 @@ def test_planned_kv_cache_size_equals_the_size_in_the_engine_log(served, model):
     assert plans[model].memory.kv_tokens == pytest.approx(logged, rel=0.001)
 
 
-def test_embedding_model_and_reranker_answer(served):
+def test_embedding_model_and_reranker_answer_requests(served):
     answers = served[1]
     assert answers["tiny-embedder"] == [128, 128]
     bread, train = answers["tiny-reranker"]
@@ -158,7 +158,7 @@ def test_embedding_model_and_reranker_answer(served):
 
 
 @pytest.mark.parametrize("name", DRAFTING)
-def test_engine_answers_with_drafts(served, name):
+def test_engine_answers_requests_with_drafts(served, name):
     assert served[1][name]["text"] == "Paris"
 
 

@@ -62,7 +62,7 @@ def copy_parsers(version, folder):
 
 
 @pytest.mark.parametrize("version", SUPPORTED_ENGINES[1:])  # 0.30 has other parser interfaces
-def test_every_tool_call_is_parsed_in_whole_and_streamed_responses(version, tmp_path):
+def test_tool_calls_are_parsed_in_complete_and_streamed_responses(version, tmp_path):
     cases, bodies = zip(*requests(), strict=True)
     (tmp_path / "requests.json").write_text(json.dumps(bodies))
     arguments = [str(tmp_path / name) for name in ("requests.json", "answers.json")]

@@ -90,7 +90,7 @@ def test_failed_first_deploy_reports_the_check_and_the_engine_log(first):
     assert re.search(STARTED, Path(engine_log[1]).read_text())
 
 
-def test_failed_first_release_is_neither_started_nor_enabled_nor_a_rollback_target(first):
+def test_failed_first_release_is_stopped_disabled_and_no_rollback_target(first):
     first.assert_nothing_left()
     service = first.guest.json(f"{SPARK_HOST} status")["services"]["main"]
     assert (service["known_good"], service["active"]) == (None, None)
@@ -101,7 +101,7 @@ def test_failed_first_release_is_neither_started_nor_enabled_nor_a_rollback_targ
     first.assert_nothing_left()
 
 
-def test_host_stays_usable_and_reports_no_server_after_failed_first_deploy(first):
+def test_failed_first_deploy_leaves_a_host_that_can_deploy_again(first):
     guest = first.guest
     image = info()["images"]["cuda-check"]
     name = f"{image['repository']}@{image['digest']}"
@@ -135,7 +135,7 @@ def test_power_cut_while_first_release_loads_leaves_no_server(first):
     assert first.guest.json(f"{SPARK_HOST} switch-poll {release}")["state"] == "interrupted"
 
 
-def test_deploy_with_corrected_settings_serves_and_next_deploy_changes_nothing(first):
+def test_deploy_with_corrected_settings_serves_and_a_repeat_changes_nothing(first):
     guest = first.guest
     first.site.choices.clear()
     first.site.choose(**USUAL)

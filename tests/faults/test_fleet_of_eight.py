@@ -141,7 +141,7 @@ def test_eight_new_hosts_download_one_copy_and_second_run_changes_nothing(eight)
     eight.site.deploy(timeout_s=1200).assert_unchanged()
 
 
-def test_eight_hosts_take_little_longer_than_one(eight, capsys):
+def test_deploying_eight_hosts_takes_little_longer_than_one(eight, capsys):
     single, all_hosts = runs = [fetch_over_line(eight, count) for count in (1, 8)]
     with capsys.disabled():
         sys.stdout.write(f"\n{runs}\n")
@@ -154,7 +154,7 @@ def test_eight_hosts_take_little_longer_than_one(eight, capsys):
     assert all_hosts["seconds"] <= single["seconds"] * 1.3 + over_network_s
 
 
-def test_hub_traffic_grows_with_hosts_only_without_sharing(eight, capsys):
+def test_hub_traffic_grows_with_the_host_count_only_without_peer_downloads(eight, capsys):
     runs = {}
     for count in (1, 2, 4):
         for share in (True, False):

@@ -27,7 +27,7 @@ def small_disk(bench):
 
 
 @pytest.mark.usefixtures("small_disk")
-def test_server_starts_even_if_check_result_cannot_be_written_to_full_disk(bench):
+def test_server_starts_on_a_full_disk_without_saving_the_check_result(bench):
     bench.serve_proven(A)
     bench.run(FILL)
 

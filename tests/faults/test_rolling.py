@@ -76,7 +76,7 @@ def test_faulty_release_stops_rollout_after_first_host(three):
     three.site.deploy().assert_unchanged()
 
 
-def test_failed_rollout_on_second_host_keeps_first_and_does_not_reach_third(three):
+def test_rollout_that_fails_on_second_host_keeps_first_and_skips_third(three):
     old = three.settle()
 
     three.site.choose(serve={"names": ["renamed"]})
@@ -111,7 +111,7 @@ def test_unreachable_host_does_not_block_rollout_on_others(three):
     assert f"Serve | Serve the release on {down.name}" in again.changed
 
 
-def test_host_lost_before_its_rollout_delays_others_by_only_minutes(three):
+def test_host_lost_before_its_rollout_delays_other_hosts_only_by_minutes(three):
     old = three.settle()
     lost = three.guests[0]
     three.site.choose(serve={"names": ["renamed"]})

@@ -78,7 +78,7 @@ def _experts(hidden, width, *, right_order):
 
 @pytest.mark.parametrize("hidden", [2048, 3072])
 @pytest.mark.parametrize("width", [256, 512])
-def test_experts_with_several_scale_groups_are_correct(hidden, width, results):
+def test_experts_with_several_scale_groups_give_correct_output(hidden, width, results):
     error = _experts(hidden, width, right_order=False)
     claim = f"experts {width} wide, {hidden} inputs: equal their dequantised weights"
     result_files.record_row(

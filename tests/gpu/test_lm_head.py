@@ -26,7 +26,9 @@ def _error(value, reference):
 
 @pytest.mark.parametrize(("name", "tiles"), TILES)
 @pytest.mark.parametrize(("rows", "in_features"), [(2000, 3072), (1999, 2048), (515, 3000)])
-def test_every_lm_head_tile_is_correct_for_every_batch_size(name, tiles, rows, in_features):
+def test_every_lm_head_tile_gives_correct_logits_for_every_batch_size(
+    name, tiles, rows, in_features
+):
     from spark_vllm.head.kernel import logits
 
     torch.manual_seed(0)

@@ -151,7 +151,7 @@ def _workspace():
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_requests_with_a_cached_prefix_are_correct_in_a_batch_with_a_longer_uncached_prompt(
+def test_cached_prefix_is_read_correctly_next_to_a_longer_uncached_prompt(
     preset, monkeypatch, results
 ):
     errors, format_error = {}, {}

@@ -43,7 +43,7 @@ def wait_until_restored(cluster):
     return time.monotonic() - began
 
 
-def test_engine_on_two_ranks_gives_trained_answers(cluster):
+def test_engine_on_two_ranks_gives_the_trained_answers(cluster):
     assert cluster.release()
     assert cluster.worker.argv()[-1] == "--headless"
     for prompt, answer in ANSWERS.items():

@@ -31,7 +31,7 @@ def test_engine_does_not_run_as_root(gateway):
     assert set(running.split()) == {uid} != {"0"}
 
 
-def test_kernel_shows_container_dropped_privileges(gateway):
+def test_kernel_confirms_that_the_container_dropped_its_privileges(gateway):
     pid = gateway.guest.container()["State"]["Pid"]
     status = gateway.guest.run(f"cat /proc/{pid}/status")
     fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
@@ -47,7 +47,7 @@ def test_kernel_shows_container_dropped_privileges(gateway):
     assert {"nosuid", "nodev", "noexec"} <= set(mounts["/run/spark"])
 
 
-def test_socket_is_on_separate_small_filesystem(gateway):
+def test_engine_socket_is_on_a_separate_small_filesystem(gateway):
     command = f"findmnt --json --bytes -o FSTYPE,SIZE,OPTIONS --mountpoint {FOLDER}"
     [mount] = gateway.guest.json(command)["filesystems"]
     assert mount["fstype"] == "tmpfs"

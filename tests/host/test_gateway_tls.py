@@ -97,7 +97,7 @@ def test_own_certificate_is_checked_before_connecting_and_then_served(gateway):
     assert gateway.guest.run("ls /etc/spark/gateway") == "main.json"
 
 
-def test_private_keys_are_in_no_output_argv_or_log(gateway):
+def test_private_keys_never_appear_in_output_arguments_or_logs(gateway):
     key = "a-key-of-my-own-0123456789"
     key_file = gateway.site.root / "api-key"
     key_file.write_text(key + "\n")

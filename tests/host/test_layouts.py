@@ -103,7 +103,7 @@ def test_large_files_can_be_stored_on_another_disk(fleet):
     assert guest.answers()
 
 
-def test_prebuilt_hybrid_is_compared_with_fp8_source_and_served(fleet, tmp_path):
+def test_prebuilt_hybrid_is_verified_against_its_fp8_source_and_served(fleet, tmp_path):
     fleet.settle()
     guest = fleet.guests[0]
     only = ("--limit", guest.name)

@@ -33,13 +33,13 @@ def walk(tmp_path_factory):
     return Walk(owner, guest_named(name), owner.run(*up, "-y"))
 
 
-def test_first_server_takes_two_commands(walk):
+def test_first_server_needs_two_commands(walk):
     assert walk.first.returncode == 0, walk.first.stdout[-4000:] + walk.first.stderr[-2000:]
     assert (len(walk.owner.commands), walk.owner.edits) == (2, 0)
     assert walk.guest.answers()
 
 
-def test_switch_takes_one_edit_and_one_command(walk):
+def test_model_switch_needs_one_edit_and_one_command(walk):
     before = len(walk.owner.commands)
     [switch], [rollback] = typed_commands("switch model or profile"), typed_commands("roll back")
     walk.owner.set_profile("agent")
@@ -91,14 +91,14 @@ def test_one_command_frees_the_gpu(walk):
         ("measure speed", ("--protocol", "seeds", "--out", "bench"), r"tok/s"),
     ],
 )
-def test_status_job_takes_one_command(walk, job, options, answer):
+def test_one_command_answers_each_status_question(walk, job, options, answer):
     [typed] = typed_commands(job)
     result = walk.owner.run(*typed, *options)
     assert result.returncode == 0, result.stderr
     assert re.search(answer, result.stdout), result.stdout
 
 
-def test_schedule_takes_one_edit_and_one_command(walk):
+def test_schedule_needs_one_edit_and_one_command(walk):
     [up], path = typed_commands("switch by time of day"), walk.owner.folder / "group_vars/all.yml"
     before = path.read_text()
     pairs = [{"model": "lab-stub", "profile": name} for name in ("v2", "agent")]
@@ -118,7 +118,7 @@ def test_engine_gateway_and_tools_log_to_one_stream(walk):
     assert [part for part in parts if part not in output] == []
 
 
-def test_uninstall_and_unbootstrap_take_one_command_each(walk):
+def test_uninstall_and_unbootstrap_need_one_command_each(walk):
     [uninstall], [unbootstrap] = typed_commands("uninstall"), typed_commands("revoke access")
     removed = walk.owner.run(*uninstall, "-y")
     assert removed.returncode == 0, removed.stdout[-4000:] + removed.stderr

@@ -124,7 +124,7 @@ def test_prepare_keeps_unmanaged_daemon_json_keys_and_running_containers(prepare
     assert "nvidia" in merged["runtimes"]
 
 
-def test_prepare_waits_for_the_dpkg_lock_and_names_its_holder(prepared):
+def test_prepare_waits_for_the_dpkg_lock_and_reports_its_holder(prepared):
     guest = prepared.guest
     guest.run(
         "apt-get remove -qy jq; systemd-run -q --unit=holder python3 -c 'import fcntl, time; "

@@ -76,7 +76,7 @@ def test_prepare_rejects_unsuitable_host_before_any_change(prepared, name):
     prepared.guest.run("mkdir -p /var/lib/spark/switch")
 
 
-def test_prepare_quotes_the_error_if_docker_does_not_start(prepared):
+def test_prepare_reports_why_docker_does_not_start(prepared):
     guest = prepared.guest
     wrong = {**guest.json("cat /etc/docker/daemon.json"), "no-such-key": 1}
     guest.run(

@@ -103,7 +103,7 @@ def test_clients_get_no_error_if_a_replica_is_killed(replicas, replica):
     guest.wait("curl -fsS http://127.0.0.1:8000/health", seconds=200)
 
 
-def test_power_loss_of_a_replica_fails_only_requests_in_flight(replicas):
+def test_power_loss_of_a_replica_fails_only_its_in_flight_requests(replicas):
     with Clients(replicas.first) as clients:
         time.sleep(2)
         lab("break", "kill-guest", SECOND)

@@ -34,7 +34,7 @@ def answer_counts():
 
 
 @pytest.mark.parametrize("router", ["litellm", "vllm-router"])
-def test_router_sends_requests_to_both_hosts_and_to_one_if_the_other_is_off(
+def test_router_uses_both_hosts_and_skips_a_host_that_is_off(
     site, router, programs, tmp_path, port
 ):
     key = {"litellm": LITELLM_KEY, "vllm-router": KEY}[router]

@@ -41,7 +41,7 @@ DRAWN = re.compile(
 @pytest.mark.parametrize(
     "side", ["spark_deploy/", "files/contract/", "files/host/", "files/checkpoint/", "roles/"]
 )
-def test_modules_do_not_keep_state_from_a_run(side):
+def test_modules_keep_no_state_between_runs(side):
     none(
         [
             f"{name} {result}"

@@ -164,7 +164,7 @@ def none(offenders):
     assert not offenders, "\n" + "\n".join(offenders)
 
 
-def test_every_module_has_a_room():
+def test_every_module_belongs_to_a_room():
     rooms = {name: room_of(name) for name in MODULES}
     none([name for name, room in rooms.items() if room is None])
     assert set(RANK) == set(rooms.values())
@@ -274,7 +274,7 @@ def test_product_files_stay_below_the_line_limit():
 @pytest.mark.parametrize(
     "path", sorted((CHECKOUT / "inventory").glob("*.py")), ids=lambda p: p.name
 )
-def test_inventory_helpers_start_with_an_underscore(path):
+def test_inventory_modules_define_no_public_name_except_the_group(path):
     """Every public list or tuple of an inventory file is a group, imported names included."""
     tree = ast.parse(path.read_text("utf-8"))
     public = set()

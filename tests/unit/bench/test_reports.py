@@ -31,7 +31,7 @@ def without_plots(monkeypatch):
     monkeypatch.setattr(report, "has_plots", lambda: False)
 
 
-def test_a_report_leaves_out_the_warm_up_and_absent_protocols():
+def test_report_omits_warm_up_and_protocols_that_did_not_run():
     text = report.render_markdown([result()])
     assert "| Q&A 256 | 50.0 |" in text
     assert "| 1.0 |" not in text
@@ -72,7 +72,7 @@ def test_published_figures_are_shown_with_their_source():
         ("unknown", "v2", []),
     ],
 )
-def test_published_figures_are_for_the_measured_model_and_profile(model, profile, figures):
+def test_comparison_shows_published_figures_of_the_same_model_and_profile(model, profile, figures):
     served = replace(result().served, model=model, profile=profile)
     published = bench.published_figures(read_catalog(), served)
     assert [figure.tokens_per_s for figure in published] == figures
@@ -97,7 +97,7 @@ def test_published_figures_are_for_the_measured_model_and_profile(model, profile
         ),
     ],
 )
-def test_title_shows_what_results_share_and_where_they_differ(other, title):
+def test_report_title_lists_common_and_different_properties_of_results(other, title):
     assert report.make_title([result(), *other]) == title
 
 
@@ -112,7 +112,7 @@ class Tags(HTMLParser):
         self.links += [str(v) for k, v in attrs if k in ("src", "href", "xlink:href")]
 
 
-def test_the_page_is_self_contained_and_escapes_texts():
+def test_report_page_is_self_contained_and_escapes_text():
     results = [result(notes=("<script>alert(1)</script>",)), result("v2-tq", 40.0)]
     page = report.render_page(results)
     parser = Tags()
@@ -124,14 +124,14 @@ def test_the_page_is_self_contained_and_escapes_texts():
     assert all(name in page for name in ("tokens per second", ">v2-tq<", "currentColor"))
 
 
-def test_without_matplotlib_the_page_has_tables(without_plots):
+def test_report_page_has_tables_if_matplotlib_is_missing(without_plots):
     page = report.render_page([result()])
     assert "<svg" not in page
     assert page.count("<table>") == 3
     assert "<p></p>" not in page
 
 
-def test_a_result_matches_its_schema_and_survives_writing():
+def test_result_file_matches_its_schema_and_is_read_back_unchanged():
     schema = json.loads((CHECKOUT / "schema/bench.schema.json").read_text())
     jsonschema.validate(to_plain(result()), schema)
     assert parse(BenchResult, to_json(result())) == result()
@@ -160,7 +160,7 @@ def test_compare_reads_result_files_and_rejects_other_files(tmp_path, without_pl
     assert f"{files[1]}: invalid benchmark result" in capsys.readouterr().err
 
 
-def test_json_for_several_hosts_is_one_document(tmp_path, monkeypatch, without_plots, capsys):
+def test_bench_json_of_several_hosts_is_one_document(tmp_path, monkeypatch, without_plots, capsys):
     hosts = [SimpleNamespace(name=name) for name in ("a", "b")]
     monkeypatch.setattr(bench, "select_hosts", lambda options, must_serve: hosts)
     monkeypatch.setattr(bench, "_measure_host", lambda host, how, out: (result(), host.name))
@@ -174,7 +174,7 @@ def submit(tmp_path, raw=None, **changes):
     return {path.name: path.read_text() for path in paths}
 
 
-def test_csv_matches_llama_benchy(tmp_path):
+def test_csv_has_the_format_of_llama_benchy(tmp_path):
     text = submit(tmp_path, json.loads(BENCHY.read_text()))["benchmark.csv"]
     rows, recorded = (
         list(csv.DictReader(lines.splitlines()))
@@ -236,7 +236,7 @@ def test_performance_file_contains_only_measured_values(tmp_path):
         ({"driver": "580.1"}, True, "Portable mode: "),
     ],
 )
-def test_only_results_of_a_spark_get_a_submission(
+def test_only_results_from_a_spark_can_be_submitted(
     tmp_path, monkeypatch, capsys, versions, portable, reason
 ):
     monkeypatch.setattr(bench, "build_plan", lambda _target: PLAN)

@@ -58,7 +58,7 @@ def endpoint(model, key=KEY):
     return Endpoint(model.url, "m", key)
 
 
-def test_tokens_are_counted_by_the_usage_block(model):
+def test_token_counts_come_from_the_usage_block(model):
     answer = measure_answer(endpoint(model), "?", 99)
     assert (answer.prompt_tokens, answer.completion_tokens) == (7, 11)
     assert 0.05 <= answer.first_token_s < answer.wall_s
@@ -80,7 +80,7 @@ def test_error_of_a_rejected_request_does_not_contain_the_key(model):
 
 
 @pytest.mark.slow
-def test_seeds_run_twice_within_half_the_context(model, monkeypatch):
+def test_seed_prompts_run_twice_and_fill_at_most_half_the_context(model, monkeypatch):
     monkeypatch.setattr(host, "TICK_S", 0.05)
     notes: list[str] = []
     answers = list(protocols.measure_seeds(endpoint(model), 1000, notes.append))
@@ -124,7 +124,7 @@ def test_llama_benchy_reads_the_key_from_its_environment(tmp_path):
     assert (result[0], len(result[1])) == ("0.4.0", 4)
 
 
-def test_depths_beyond_the_context_are_left_out():
+def test_bench_skips_depths_beyond_the_context():
     grid = Grid().limited_to(32768)
     assert (grid.depths, grid.concurrencies) == ((0, 4096, 8192, 16384), (1, 2, 5, 10))
 
@@ -149,7 +149,7 @@ def test_reads_cpus_and_portable_mode_of_the_release(monkeypatch):
     assert served.invalid_reason.endswith("Not valid for a Spark.")
 
 
-def test_a_failed_command_names_host_and_reason():
+def test_error_of_a_failed_command_names_host_and_reason():
     login = host.Login("spark-9", (sys.executable, "-c", "import sys; sys.exit('no route')"), True)
     with pytest.raises(SparkError, match="spark-9: no route"):
         login.run("true")

@@ -72,7 +72,7 @@ def test_calls_with_wrong_names_types_or_values_are_incorrect(name, answer):
     assert find_problem(CASES[name], answer)
 
 
-def test_integer_and_float_spelling_of_a_number_are_equal():
+def test_integer_and_equal_float_arguments_are_both_correct():
     assert (
         find_problem(CASES["one of several tools"], changed("one of several tools", celsius=18.0))
         is None
@@ -122,12 +122,12 @@ def server():
         yield handler, Endpoint(url, "m", KEY)
 
 
-def test_streamed_and_whole_answers_are_read(server):
+def test_reads_streamed_and_complete_answers(server):
     results = list(measure_tools(server[1], lambda text: None))
     assert [(case.name, case.problem) for case in results] == [(name, None) for name in CASES]
 
 
-def test_rejected_request_counts_as_a_failed_case_and_other_errors_end_the_run(server):
+def test_rejected_request_fails_its_case_and_other_errors_end_the_run(server):
     handler, endpoint = server
     handler.status = 400
     assert all("HTTP 400" in (case.problem or "") for case in measure_tools(endpoint, print))
@@ -136,7 +136,7 @@ def test_rejected_request_counts_as_a_failed_case_and_other_errors_end_the_run(s
         list(measure_tools(endpoint, print))
 
 
-def test_parts_of_parallel_calls_are_merged_by_index():
+def test_streamed_parts_of_parallel_calls_are_merged_by_index():
     def part(index, **function):
         return {"choices": [{"delta": {"tool_calls": [{"index": index, "function": function}]}}]}
 

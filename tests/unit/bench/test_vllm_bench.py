@@ -68,7 +68,7 @@ def image(tmp_path, monkeypatch):
     return Image(tmp_path, monkeypatch)
 
 
-def test_parses_a_recorded_result():
+def test_parses_a_recorded_result_of_vllm_bench():
     data = json.loads(RECORDED.read_text())
     load = host.parse_load(data, CASE, seed=7)
     assert (load.requests, load.completed, load.seed) == (20, 20, 7)
@@ -78,7 +78,7 @@ def test_parses_a_recorded_result():
     assert load.first_token_ms < load.request_ms
 
 
-def test_measures_the_gateway_without_the_key_in_arguments(image, monkeypatch):
+def test_bench_never_passes_the_key_in_process_arguments(image, monkeypatch):
     monkeypatch.setattr(host, "TICK_S", 0.05)
     version, [load] = image.with_vllm().measure()
     assert (version, load.completed) == ("0.32.0", 20)
@@ -105,7 +105,7 @@ def test_vllm_bench_is_skipped_if_the_image_has_no_vllm(image):
     assert image.measure() == (None, ())
 
 
-def test_a_failed_run_quotes_its_error(image):
+def test_error_of_a_failed_run_is_reported(image):
     image.put("image/vllm", "#!/bin/sh\necho no such tokenizer >&2\nexit 3\n")
     with pytest.raises(SparkError, match="no such tokenizer"):
         image.measure()

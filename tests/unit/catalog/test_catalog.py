@@ -56,7 +56,7 @@ def test_invalid_and_missing_profiles_have_different_messages(checkout):
     assert "agent" not in catalog.profile_names
 
 
-def test_later_changes_override_earlier_ones_and_conditions_read_the_unchanged_profile(checkout):
+def test_later_profile_changes_win_and_conditions_read_the_unchanged_profile(checkout):
     changes = [
         {"set": {"limits": {"max_sequences": 8}, "prefix_caching": True}},
         {"when": {"prefix_caching": {"is": True}}, "set": {"limits": {"max_sequences": 2}}},
@@ -73,7 +73,7 @@ def test_rejects_condition_on_unknown_key(checkout):
         catalog.model("large")
 
 
-def test_users_catalog_files_replace_shipped_files_and_the_plan_notes_it(tmp_path):
+def test_user_catalog_files_replace_shipped_files_and_the_plan_says_so(tmp_path):
     models, profiles = tmp_path / "catalog/models", tmp_path / "catalog/profiles"
     models.mkdir(parents=True)
     profiles.mkdir()
@@ -112,7 +112,7 @@ def tensor_problems(tensors, donor="Org/Donor"):
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
-def test_counts_and_shapes_state_their_source(name):
+def test_tensor_counts_and_shapes_in_the_catalog_have_a_source(name):
     tensors = tensors_of(name)  # empty if based_on another model
     counts = tensors.get("counts")
     assert counts is None or len(counts["source"]) > 10
@@ -120,7 +120,7 @@ def test_counts_and_shapes_state_their_source(name):
 
 
 @pytest.mark.parametrize("key", ["base", "mtp", "swap", "donor_unmatched"])
-def test_tensor_counts_reveal_a_missing_pattern(tensors, key):
+def test_missing_pattern_is_detected_by_the_tensor_count(tensors, key):
     tensors[key] = tensors[key][:-1]
     message = tensor_problems(tensors)
     assert f"tensors.{key}: " in message

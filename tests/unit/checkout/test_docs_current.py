@@ -24,7 +24,7 @@ def test_readme_and_speed_page_give_the_same_speed():
     assert speeds.groups() == row.groups()[::-1]
 
 
-def test_files_of_the_project_named_in_pages_exist():
+def test_project_files_named_in_docs_exist():
     pages = [CHECKOUT / "CONTRIBUTING.md", CHECKOUT / "README.md", *CHECKOUT.glob("docs/**/*.md")]
     texts = {page: page.read_text("utf-8") for page in pages}
     tops = "catalog|deploys|docs|files|group_vars|lab|proofs|roles|spark_deploy|tests|tools"

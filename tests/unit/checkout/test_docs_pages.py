@@ -115,7 +115,7 @@ def test_settings_named_in_docs_exist():
     assert [item for item in named if item[2] not in sections[item[1]]] == []
 
 
-def test_security_promises_name_existing_tests():
+def test_security_promises_refer_to_existing_tests():
     promises = text_of("SECURITY.md").partition("## Promises")[2].partition("\n## ")[0]
     rows = [line for line in promises.splitlines() if line.startswith("- ")]
     assert len(rows) > 25

@@ -49,7 +49,7 @@ GOLDEN = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", RECIPES)
-def test_produces_the_bytes_expected_for_the_recipe_version(tmp_path, case):
+def test_build_produces_the_bytes_recorded_for_its_recipe_version(tmp_path, case):
     workshop = Workshop(tmp_path, write_shard=write_shard_by_hand)
     changes = dict(RECIPES[case])
     if changes.pop("graft", False):
@@ -67,7 +67,7 @@ def plain_name(name):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_changes_exactly_the_swapped_tensors(workshop, layout):
+def test_build_changes_only_the_swapped_tensors(workshop, layout):
     workshop.build(layout=layout)
     result = {plain_name(name): raw for name, raw in workshop.result().items()}
     swapped = {
@@ -99,7 +99,7 @@ def test_overlay_links_base_files_and_omits_replaced_names_from_index(workshop):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_config_names_the_plugin_and_every_fp8_module(workshop, layout):
+def test_built_config_lists_the_plugin_and_every_fp8_module(workshop, layout):
     workshop.build(layout=layout, extra={"text_config": {"added": 1}})
     quantization = workshop.quantization()
     assert quantization["quant_method"] == "spark_inc"
@@ -112,7 +112,7 @@ def test_config_names_the_plugin_and_every_fp8_module(workshop, layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_writes_complete_receipt_and_second_build_changes_nothing(workshop, layout):
+def test_build_writes_a_complete_receipt_and_a_repeat_changes_nothing(workshop, layout):
     workshop.build(layout=layout)
     receipt = workshop.read("receipt.json")
     assert receipt["digest"] == "1" * 64
@@ -157,7 +157,7 @@ def count_hashed_bytes(workshop, layout):
     return max((int(re.search(r"total=(\d+)", line)[1]) for line in phases), default=0)
 
 
-def test_hashes_large_base_files_whose_receipt_lacks_pieces(workshop):
+def test_hashes_large_base_files_if_the_receipt_lacks_piece_hashes(workshop):
     workshop.base["lm_head.weight"] = Raw("BF16", (VOCABULARY, 8192), bytes(VOCABULARY * 16384))
     workshop.write_base()
     assert count_hashed_bytes(workshop, "full") == 0
@@ -173,7 +173,7 @@ def test_hashes_large_base_files_whose_receipt_lacks_pieces(workshop):
     assert count_hashed_bytes(workshop, "full") == large
 
 
-def test_rejects_receipt_whose_pieces_do_not_cover_file(workshop):
+def test_rejects_receipt_with_pieces_that_do_not_cover_the_file(workshop):
     workshop.write_base()
     path = workshop.base_dir / "receipt.json"
     receipt = json.loads(path.read_text())
@@ -201,7 +201,7 @@ def test_receipt_lists_hash_of_each_piece_of_rewritten_shard(workshop):
     assert reused > 10
 
 
-def test_rejects_result_with_correct_count_but_wrong_name(workshop, monkeypatch):
+def test_rejects_result_with_correct_tensor_count_but_wrong_name(workshop, monkeypatch):
     def misname(name):
         correct = overlay_name(name)
         return correct[:-3] + "f8" if name == f"{MODULE}.up_proj.weight" else correct
@@ -217,7 +217,7 @@ def test_rejects_result_with_correct_count_but_wrong_name(workshop, monkeypatch)
 
 
 @pytest.mark.slow
-def test_only_builds_import_numpy(workshop, tmp_path):
+def test_numpy_is_imported_only_for_builds(workshop, tmp_path):
     workshop.build()
     absent = tmp_path / "absent" / "numpy.py"
     absent.parent.mkdir()

@@ -179,12 +179,12 @@ def test_rejects_base_with_wrong_shapes_without_contacting_hub(workshop, hub, bu
     assert not hub.requests
 
 
-def test_rejects_whole_file_as_response_to_range_request(hub, build_remote):
+def test_rejects_a_complete_file_in_response_to_a_range_request(hub, build_remote):
     hub.ignore_ranges = True
     assert build_remote(check=False).returncode == 4
 
 
-def test_waits_as_long_as_retry_after_header_of_busy_server(hub, build_remote):
+def test_waits_as_long_as_the_retry_after_header_requests(hub, build_remote):
     times = []
 
     def busy(handler, path, data):

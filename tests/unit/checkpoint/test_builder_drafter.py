@@ -109,7 +109,7 @@ def test_rounds_weights_grafted_from_the_donor(workshop, layout):
         assert errors < 0.1
 
 
-def test_config_lists_the_packed_modules(workshop):
+def test_built_config_lists_the_packed_drafter_modules(workshop):
     sixteen = {"bits": 16, "data_type": "float"}
     workshop.change_base_config(
         lambda config: config["quantization_config"]["extra_config"].update({ATTENTION: sixteen})

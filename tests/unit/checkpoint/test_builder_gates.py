@@ -25,7 +25,7 @@ def name_error(missing, surplus=()):
     return str(refusal.value)
 
 
-def test_error_lists_ten_names_and_counts_the_rest():
+def test_name_error_lists_ten_tensors_and_counts_the_rest():
     missing = sorted(f"layers.{layer}.q.{part}" for layer in range(12) for part in ("a", "b"))
     message = name_error(missing, ["layers.0.q.c"])
     assert "missing 24 (12 x layers.{N}.q.a, 12 x layers.{N}.q.b)" in message
@@ -45,7 +45,7 @@ CAUSES = {
 
 
 @pytest.mark.parametrize("part", [*tensor_sets._CAUSES, "mtp"])
-def test_error_names_exactly_the_likely_cause(part):
+def test_name_error_states_the_likely_cause(part):
     cause = tensor_sets._CAUSES.get(part, tensor_sets._MTP_CAUSE)
     assert re.search(r", likely ([^;]+); fix: ", name_error([CAUSES[part]]))[1] == cause
 
@@ -76,7 +76,7 @@ WRONG_NAMES = {
 
 
 @pytest.mark.parametrize("case", WRONG_NAMES)
-def test_rejects_sources_with_wrong_names(workshop, case):
+def test_rejects_sources_with_wrong_tensor_names(workshop, case):
     change, *problems = WRONG_NAMES[case]
     plan = workshop.plan()
     change(workshop)

@@ -133,7 +133,7 @@ VALID = file_of(
 @pytest.mark.slow
 @settings(deadline=None, max_examples=1500)
 @given(mutations)
-def test_rejects_every_damaged_file_that_safetensors_rejects(changes):
+def test_rejects_damaged_files_that_safetensors_rejects(changes):
     data = bytearray(VALID)
     for place, value in changes:
         data[place % len(data)] = value
@@ -215,12 +215,12 @@ def test_rejects_malicious_headers_as_safetensors_does(case):
             deserialize(data)
 
 
-def test_accepts_padding_after_the_object():
+def test_accepts_padding_after_the_json_header():
     raw = b'{"a":%s}' % TWICE + b"   "
     assert parse(file_of(raw, 4)).data_start == 8 + len(raw)
 
 
-def test_never_writes_a_name_twice():
+def test_never_writes_a_tensor_name_twice():
     with pytest.raises(ValidationError, match="written twice"):
         headers.format_header([("a", "U8", (1,)), ("a", "U8", (1,))], {})
 
@@ -243,7 +243,7 @@ def test_index_scanner_agrees_with_json_parser(names, layout, first):
     assert read_map(text) == json.loads(text)["weight_map"]
 
 
-def test_scanner_reads_common_indexes_without_json_fallback(monkeypatch):
+def test_index_scanner_reads_common_indexes_without_the_json_parser(monkeypatch):
     names = {f"layers.{n}.weight": f"model-{n // 100}.safetensors" for n in range(1000)}
     text = json.dumps({"metadata": {}, "weight_map": names}, indent=2)
     sizes, loads = [], json.loads
@@ -256,7 +256,7 @@ def test_scanner_reads_common_indexes_without_json_fallback(monkeypatch):
     assert len({id(file) for file in actual.values()}) == 10
 
 
-def test_keeps_only_selected_names_and_last_entry_of_repeated_names():
+def test_index_scanner_keeps_selected_names_and_the_last_duplicate():
     text = '{"weight_map": {"a": "x", "b": "y"}}'
     assert read_map(text, keep=lambda name: name == "b") == {"b": "y"}
     assert read_map('{"weight_map": {"a": "x", "a": "y"}}') == {"a": "y"}

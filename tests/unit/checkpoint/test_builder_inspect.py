@@ -42,7 +42,7 @@ def test_reports_tensors_of_base_by_group(workshop):
     assert "in several shards" not in text
 
 
-def test_reports_contradictions_without_failing(workshop):
+def test_inspect_reports_contradictory_repositories_without_failing(workshop):
     workshop.donor.pop(f"{workshop.modules[0]}.weight_scale_inv")
     workshop.write_donor()
     workshop.write_base(index_mtp=False)
@@ -71,7 +71,7 @@ RESULTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", RESULTS)
-def test_recognizes_results_and_missing_names(workshop, case):
+def test_inspect_recognizes_built_checkpoints_and_missing_tensors(workshop, case):
     changes, kind, removed = RESULTS[case]
     workshop.build(**changes)
     assert inspect(workshop.out)["recipe"].startswith(kind)
@@ -88,14 +88,14 @@ def test_recognizes_results_and_missing_names(workshop, case):
 
 
 @pytest.mark.slow
-def test_compares_sources_with_a_plan(workshop):
+def test_inspect_compares_sources_with_a_plan(workshop):
     workshop.build()
     assert compare_with_plan(workshop, workshop.base_dir) == (True, "the plan's base")
     assert not compare_with_plan(workshop, workshop.donor_dir)[0]
 
 
 @pytest.mark.slow
-def test_reports_a_name_that_the_indexed_shard_lacks(workshop):
+def test_reports_an_indexed_tensor_missing_from_its_shard(workshop):
     workshop.build(layout="full")
     index = workshop.out / "model.safetensors.index.json"
     document = json.loads(index.read_text())
@@ -174,7 +174,7 @@ FP8_PART, BF16_PART = Raw("F8_E4M3", (4,), bytes(4)), Raw("BF16", (4,), bytes(8)
         ("unknown", {UP: FP8_PART}),
     ],
 )
-def test_derives_recipe_from_dtypes_of_experts(tmp_path, kind, tensors):
+def test_inspect_derives_the_recipe_from_the_dtypes_of_the_experts(tmp_path, kind, tensors):
     named = {f"{module}.weight": raw for module, raw in tensors.items()}
     write_shard(tmp_path / "model.safetensors", named)
     assert inspect(tmp_path)["recipe"] == kind

@@ -115,7 +115,7 @@ def test_fetches_blobs_from_a_peer(registry, fetch, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["manifests", "blobs"])
-def test_rejects_content_with_different_digest(registry, fetch, tmp_path, kind):
+def test_rejects_layer_content_with_a_different_digest(registry, fetch, tmp_path, kind):
     manifest = registry.put("manifests", manifest_of(LAYER))
     data = manifest_of(LAYER) if kind == "manifests" else LAYER
     other = manifest_of(CONFIG) if kind == "manifests" else LAYER[::-1]

@@ -41,9 +41,7 @@ def test_links_local_files_by_content(order, hub, source, tmp_path, link_name):
 
 
 @pytest.mark.slow
-def test_searches_directories_below_maximum_path_length_and_recursion_depth(
-    order, hub, source, tmp_path
-):
+def test_finds_local_files_in_a_cache_with_extremely_deep_directories(order, hub, source, tmp_path):
     cache = tmp_path / "cache"
     cache.mkdir()
     shutil.copy(source / LARGE, cache / "model")
@@ -235,7 +233,7 @@ def fetch_and_list_candidates(order, tmp_path):
     return listed.read_text().split() if listed.exists() else []
 
 
-def test_reads_only_blob_whose_name_is_the_hash(cache, tmp_path):
+def test_hashes_only_the_cached_blob_named_by_the_hash(cache, tmp_path):
     order = tmp_path / "fetch.json"
     out, tree = tmp_path / "sources/a", tree_of(cache, "a")
     order.write_text(json.dumps(fetch_order(tree, out, [], look_in=[str(cache)])))

@@ -31,7 +31,7 @@ NO_DONOR = {"donor": None, "donor_unmatched": []}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_packed_head_dequantizes_to_the_base_head(workshop, layout):
+def test_packed_lm_head_dequantizes_to_the_base_lm_head(workshop, layout):
     workshop.build(layout=layout, head="int8-g128")
     result = workshop.result()
     suffix = "_int8" if layout == "overlay" else ""
@@ -56,7 +56,7 @@ def test_packed_head_dequantizes_to_the_base_head(workshop, layout):
     ("rows", "value", "problem"),
     [(VOCABULARY - 4, 1, "a multiple of 64"), (VOCABULARY, np.nan, "lm_head.weight: has NaN")],
 )
-def test_rejects_heads_that_cannot_be_packed(workshop, rows, value, problem):
+def test_rejects_lm_heads_that_cannot_be_packed(workshop, rows, value, problem):
     head = bf16_tensor(np.full((rows, HIDDEN), value, np.float32))
     workshop.base["lm_head.weight"] = workshop.donor["lm_head.weight"] = head
     assert problem in refused(workshop, head="int8-g128")
@@ -77,7 +77,7 @@ def test_int8_shared_experts_need_neither_donor_nor_plugin(workshop):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_fp8_self_equals_donor_made_with_same_rounding(workshop, layout):
+def test_fp8_self_build_equals_build_from_a_donor_with_the_same_rounding(workshop, layout):
     workshop.build(layout=layout, shared_experts="fp8-self", **NO_DONOR)
     result = workshop.result()
     suffix = "_fp8" if layout == "overlay" else ""
@@ -93,7 +93,7 @@ def test_keep_setting_leaves_tensors_unchanged(workshop, layout):
     assert workshop.quantization()["quant_method"] == "auto-round"
 
 
-def test_aligns_all_tensors_despite_odd_sizes(workshop):
+def test_aligns_tensors_that_follow_odd_sizes(workshop):
     names = list(workshop.base)
     random.Random(3).shuffle(names)
     workshop.base = {name: workshop.base[name] for name in names}
@@ -111,7 +111,7 @@ def test_aligns_all_tensors_despite_odd_sizes(workshop):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_writes_duplicate_tensor_once_from_last_shard(workshop, layout):
+def test_tensor_stored_in_two_shards_is_written_once_from_its_indexed_shard(workshop, layout):
     workshop.write_base()
     name = "model.language_model.layers.0.post_attention_layernorm.weight"
     right = workshop.base[name]
@@ -275,7 +275,7 @@ def hybrid(workshop):
     return workshop
 
 
-def test_rebuilds_a_prebuilt_hybrid(hybrid):
+def test_rebuild_of_a_prebuilt_hybrid_keeps_every_tensor(hybrid):
     hybrid.build(**hybrid.choices)
     assert hybrid.result() == {**hybrid.base, **hybrid.mtp}
     assert hybrid.quantization()["quant_method"] == "spark_inc"
@@ -285,7 +285,7 @@ def test_rebuilds_a_prebuilt_hybrid(hybrid):
     run_tool("verify", hybrid.out, "--full")
 
 
-def test_packs_the_head_of_a_hybrid(hybrid):
+def test_packs_the_lm_head_of_a_hybrid_checkpoint(hybrid):
     hybrid.build(**hybrid.choices, head="int8-g128")
     assert "lm_head.qweight" in hybrid.result()
 

@@ -54,7 +54,7 @@ def test_converts_bf16_both_ways(values):
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (128, 128), (129, 255), (7, 300), (256, 384)])
-def test_block_reduction_handles_partial_blocks_at_the_edges(shape):
+def test_block_scales_include_partial_blocks_at_the_edges(shape):
     values = np.arange(np.prod(shape), dtype=np.float32).reshape(shape) % 97
     sums, maxima = (
         reduce_blocks(function, values, (128, 128)) for function in (np.add, np.maximum)
@@ -67,7 +67,7 @@ def test_block_reduction_handles_partial_blocks_at_the_edges(shape):
     assert repeat_scales(maxima, shape, (128, 128)).shape == shape
 
 
-def test_all_zero_block_has_positive_scale():
+def test_all_zero_block_gets_a_positive_scale():
     codes, scales = quantize_blocks(np.zeros((128, 256), np.float32), (128, 128))
     assert not codes.any()
     assert (from_bf16_bits(scales) > 0).all()
@@ -78,7 +78,7 @@ def group_error(group, scale):
     return float(np.square(codes * scale - group, dtype=np.float64).sum())
 
 
-def test_chooses_the_best_nearby_scale():
+def test_int8_rounding_chooses_the_nearby_scale_with_the_least_error():
     weights = (np.random.default_rng(5).standard_normal((8, 2 * GROUP)) * 0.02).astype(np.float32)
     result = quantize_rows(weights, 8)
     for row in range(8):
@@ -93,7 +93,7 @@ def test_chooses_the_best_nearby_scale():
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-38, -1e18, 1e-45])
-def test_keeps_extreme_groups_finite(value):
+def test_int8_scales_stay_finite_for_extreme_weights(value):
     weights = np.full((1, GROUP), value, np.float32)
     result = quantize_rows(weights, 8)
     scales = from_bf16_bits(result.scales)

@@ -87,7 +87,7 @@ def test_evicts_source_and_target_of_a_copy_from_page_cache(disk):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pinned", [True, False])
-def test_drops_files_that_build_reads_and_writes_from_page_cache(disk, pinned):
+def test_build_drops_the_files_it_reads_and_writes_from_page_cache(disk, pinned):
     workshop = Workshop(disk)
     workshop.write_base()
     big = write_big(workshop.base_dir / "big.bin")
@@ -101,7 +101,7 @@ def test_drops_files_that_build_reads_and_writes_from_page_cache(disk, pinned):
     assert is_dropped(big)
 
 
-def test_drops_pages_from_page_cache_while_reading(disk):
+def test_drops_read_pages_from_the_page_cache_during_a_read(disk):
     big = write_big(disk / "big.bin")
     read, excess = 0, []
     for part in read_buffers(big):
@@ -113,7 +113,7 @@ def test_drops_pages_from_page_cache_while_reading(disk):
     assert is_dropped(big)
 
 
-def test_reading_drops_only_its_span_from_the_page_cache(disk):
+def test_range_read_drops_only_its_range_from_the_page_cache(disk):
     big = write_big(disk / "big.bin")
     assert sum(map(len, read_buffers(big, 8 << 20, 16 << 20))) == 16 << 20
     assert BIG_BYTES - (17 << 20) < resident_bytes(big) < BIG_BYTES - (15 << 20)

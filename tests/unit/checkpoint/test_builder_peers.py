@@ -96,7 +96,7 @@ def test_downloads_from_the_hub_if_no_peer_responds(peer_order, hub, fetch):
 
 
 @pytest.mark.slow
-def test_waits_for_a_peer_that_is_downloading(peer_order, hub, peer, fetch):
+def test_waits_for_a_peer_that_is_still_downloading(peer_order, hub, peer, fetch):
     files, hidden = peer.root / TREE / "files", peer.root / "hidden"
     files.rename(hidden)
     stop = threading.Event()
@@ -302,7 +302,7 @@ def test_copies_new_tensors_from_peer_and_links_local_base(copy):
     ],
     ids=["drafter and head", "int8", "head only", "fp8-self"],
 )
-def test_copies_all_kinds_of_new_tensors(workshop, tmp_path, layout, choices, with_mtp):
+def test_copies_every_kind_of_new_tensor_from_a_peer(workshop, tmp_path, layout, choices, with_mtp):
     if not with_mtp:
         workshop.mtp = {}
     with Hub(tmp_path / "peer") as peer:
@@ -311,7 +311,7 @@ def test_copies_all_kinds_of_new_tensors(workshop, tmp_path, layout, choices, wi
         assert copy.build()
 
 
-def test_builds_locally_if_bytes_differ_from_receipt(copy):
+def test_builds_locally_if_bytes_from_the_peer_differ_from_the_receipt(copy):
     copy.flip_new_tensor(copy.replace_tree())
     assert not copy.build()
 
@@ -353,7 +353,7 @@ def test_builds_locally_if_tensors_of_hostile_peer_violate_plan(copy, change):
 
 @pytest.mark.gate
 @pytest.mark.parametrize("flips", [False, True])
-def test_builds_locally_if_fp8_tensors_differ_from_hash(copy, flips):
+def test_builds_locally_if_fp8_tensors_from_a_peer_differ_from_the_locked_hash(copy, flips):
     tree = copy.replace_tree()
     if flips:
         copy.flip_new_tensor(tree)

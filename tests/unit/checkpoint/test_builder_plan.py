@@ -61,7 +61,7 @@ def test_rejects_invalid_plan(workshop, path, value):
         documents.read(BuildPlan, changed(workshop.plan(), path, value))
 
 
-def test_build_plan_is_unchanged_after_encoding_and_parsing(workshop):
+def test_build_plan_is_read_back_unchanged(workshop):
     plan = documents.read(BuildPlan, workshop.plan())
     assert documents.to_plain(plan) == workshop.plan()
     assert documents.parse(BuildPlan, documents.to_json(plan)) == plan

@@ -30,7 +30,7 @@ def test_progress_lines_are_parseable_and_never_exceed_total(workshop, layout):
         assert row["total"] == "-" or int(row["bytes"]) <= int(row["total"])
 
 
-def test_computes_rate_and_remaining_time_from_new_bytes_only(clock, capsys):
+def test_rate_and_remaining_time_exclude_bytes_of_earlier_runs(clock, capsys):
     tracker = Progress()
     tracker.start_phase("check-sources")
     assert tracker.line() == "phase=check-sources bytes=0 total=- rate_bytes_per_s=0 eta_s=-"
@@ -43,7 +43,7 @@ def test_computes_rate_and_remaining_time_from_new_bytes_only(clock, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == line
 
 
-def test_prints_lines_during_stall(capsys):
+def test_prints_progress_lines_during_a_stall(capsys):
     with Progress(interval_s=0.02) as tracker:
         tracker.start_phase("write", 10)
         time.sleep(0.3)

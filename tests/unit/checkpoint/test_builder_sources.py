@@ -38,7 +38,7 @@ def check_sources(workshop, hub, **changes):
     return run_tool("check-sources", plan, PLACE, "--endpoint", hub.url, check=False)
 
 
-def test_counts_tensors_and_reads_headers_only(scene):
+def test_header_check_counts_tensors_without_reading_them(scene):
     workshop, hub = scene
     publish(workshop, hub)
     counts = json.loads(check_sources(workshop, hub).stdout)
@@ -130,7 +130,7 @@ def hostile_hub(tmp_path_factory):
 # Without shrinking: a failing example may wait for retries, and shrinking repeats it for minutes.
 @settings(max_examples=60, phases=[Phase.explicit, Phase.generate])
 @given(data=st.data())
-def test_hostile_responses_cause_a_single_printable_error_line(hostile_hub, data):
+def test_hostile_responses_cause_one_printable_error_line(hostile_hub, data):
     hub, plan = hostile_hub
     files = sorted(
         path for path in hub.root.rglob("*") if path.is_file() and path.stem != "tokenizer"

@@ -120,7 +120,7 @@ def hashed_bytes(done):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_hashes_touched_files_once_and_updates_only_their_stat(workshop, layout):
+def test_hashes_touched_files_once_and_updates_their_recorded_stat(workshop, layout):
     workshop.build(layout=layout)
     before = workshop.read("receipt.json")
     assert hashed_bytes(run_tool("verify", workshop.out)) == 0

@@ -198,7 +198,7 @@ def test_packs_listed_drafter_modules(bench):
     assert repeated["block_name_to_quantize"] == quantization["block_name_to_quantize"]
 
 
-def test_job_lists_16_bit_drafter_modules(tmp_path):
+def test_requantize_job_lists_16_bit_drafter_modules(tmp_path):
     config = tmp_path / "config.json"
     listed = {"lm_head": {"bits": 16}}
     config.write_text(json.dumps({"quantization_config": {"extra_config": listed}}))
@@ -248,14 +248,14 @@ def test_rejects_results_that_do_not_match_the_original(bench, change, packs_dra
         ("3.gate_proj", "0.gate_proj"),
     ],
 )
-def test_compares_kept_experts_with_a_fused_tensor(bench, wrong, source):
+def test_experts_kept_in_16_bit_must_equal_their_part_of_a_fused_tensor(bench, wrong, source):
     bench.fuse_experts()
     wrong, source = (f"{EXPERTS}.{name}.weight" for name in (wrong, source))
     bench.change_result(lambda tensors: tensors.update({wrong: tensors[source]}))
     assert wrong in bench.refused()
 
 
-def test_packs_experts_of_a_fused_tensor(bench):
+def test_requantize_splits_and_packs_fused_experts(bench):
     bench.fuse_experts()
     bench.change_result(lambda tensors: None, packs_drafter=True)
     surplus = f"{EXPERTS}.{TINY.experts}.up_proj"
@@ -273,7 +273,7 @@ def test_packs_experts_of_a_fused_tensor(bench):
         ({"mtp_tensors": [*MTP, "mtp.fc.{qweight,qzeros,scales}"]}, "mtp.fc: must be packed"),
     ],
 )
-def test_checks_prerequisites_before_starting_container(bench, changes, problem):
+def test_requantize_checks_prerequisites_before_starting_the_container(bench, changes, problem):
     assert problem in bench.refused(**changes)
     assert not any(line.startswith("run ") for line in bench.calls())
 
@@ -329,7 +329,7 @@ def test_rejects_columns_that_do_not_fill_groups(published):
         check_packable(plan_of(f"{module}.qweight"), narrow)
 
 
-def test_every_model_with_a_16_bit_repository_is_packable_by_name():
+def test_tensor_names_of_every_16_bit_repository_can_be_packed():
     models = [
         model for model in shipped_catalog().models.values() if isinstance(model, HybridModel)
     ]

@@ -67,7 +67,7 @@ def catalog_file(site, name):
     return data
 
 
-def test_writes_a_planned_catalog_file_once(hub, site, capsys):
+def test_add_writes_a_catalog_file_that_can_be_planned(hub, site, capsys):
     generation = {"temperature": 0.6, "top_p": "odd"}
     publish(
         hub, "org/Tiny-Chat", {**CHAT, "generation_config.json": generation},
@@ -98,7 +98,7 @@ def test_writes_a_planned_catalog_file_once(hub, site, capsys):
     assert add(site, "org/Tiny-Chat", "--force") == 0
 
 
-def test_json_lists_files_selection_and_next_commands(hub, site, capsys):
+def test_add_json_lists_files_choices_and_next_commands(hub, site, capsys):
     publish(hub, "org/Tiny-Chat")
     assert add(site, "org/Tiny-Chat", "--json", "--use") == 0
     result = json.loads(capsys.readouterr().out)
@@ -112,7 +112,7 @@ def test_json_lists_files_selection_and_next_commands(hub, site, capsys):
     assert result["next"] == [f"spark-deploy up a --inventory {site / 'sparks.py'}"]
 
 
-def test_an_unknown_architecture_is_reported_and_the_file_stays(hub, site, capsys):
+def test_add_reports_an_unknown_architecture_and_keeps_the_file(hub, site, capsys):
     publish(hub, "org/new", architectures=["BrandNewForCausalLM"])
     assert add(site, "org/new", "--json") == 1
     captured = capsys.readouterr()
@@ -135,7 +135,7 @@ def test_an_unknown_architecture_is_reported_and_the_file_stays(hub, site, capsy
         ("org/sorts", {}, {"pipeline_tag": "text-classification"}, "classification"),
     ],
 )
-def test_the_task_is_read_from_files_and_hub(hub, site, repo, files, listing, task):
+def test_add_reads_the_task_from_repository_files_and_hub(hub, site, repo, files, listing, task):
     publish(hub, repo, files, listing)
     assert add(site, repo) == 0
     data = catalog_file(site, repo.partition("/")[2])
@@ -143,7 +143,7 @@ def test_the_task_is_read_from_files_and_hub(hub, site, repo, files, listing, ta
     assert "parsers" not in data
 
 
-def test_unknown_values_are_left_out_and_reported(hub, site, capsys):
+def test_add_omits_and_reports_unknown_values(hub, site, capsys):
     publish(hub, "org/odd", model_type="newtype", auto_map={"AutoModel": "m.Model"})
     assert add(site, "org/odd") == 0
     out = capsys.readouterr().out
@@ -163,7 +163,7 @@ def test_an_invalid_repository_writes_no_file(site, place, capsys):
     assert not list((site / "catalog").rglob("*.yml"))
 
 
-def test_adds_a_recipe(hub, site, capsys):
+def test_add_converts_a_recipe(hub, site, capsys):
     publish(hub, "org/Dense-NVFP4", {})
     recipe = CHECKOUT / "tests/fixtures/recipes/spark-vllm-docker-1.yaml"
     assert add(site, str(recipe)) == 0
@@ -181,7 +181,7 @@ def test_adds_a_recipe(hub, site, capsys):
      "profile: plain\n"],
     ids=["no choice", "fits on no host", "not in the catalog", "profile of another model"],
 )  # fmt: skip
-def test_use_replaces_any_earlier_choice(hub, site, present, capsys):
+def test_add_with_use_replaces_any_earlier_choice(hub, site, present, capsys):
     publish(hub, "org/new")
     settings = site / "group_vars/spark.yml"
     settings.write_text(settings.read_text() + present)

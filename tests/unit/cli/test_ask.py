@@ -38,7 +38,7 @@ def requests(monkeypatch):
     return sent
 
 
-def test_prints_speed_and_answer_stripped_of_control_characters(requests, capsys):
+def test_ask_prints_speed_and_answer_without_control_characters(requests, capsys):
     assert main(["ask", "capital of France?", "spark-1", "--tokens", "99"]) == 0
     assert requests == [("http://spark-1/v1", "capital of France?", 99, None)]
     output = capsys.readouterr()
@@ -48,7 +48,7 @@ def test_prints_speed_and_answer_stripped_of_control_characters(requests, capsys
     assert "20 tokens, 10.0 tok/s, first token after 0.25 s" in output.err
 
 
-def test_json_has_an_object_for_each_host(requests, capsys):
+def test_ask_json_has_an_object_for_each_host(requests, capsys):
     assert main(["ask", "?", "spark-1", "spark-2", "--json"]) == 0
     results = json.loads(capsys.readouterr().out)
     assert [(r["host"], r["completion_tokens"], r["tokens_per_s"]) for r in results] == [
@@ -57,7 +57,7 @@ def test_json_has_an_object_for_each_host(requests, capsys):
     assert len(requests) == 2
 
 
-def test_ask_rejects_a_model_that_is_not_for_chat(requests, monkeypatch):
+def test_ask_rejects_models_that_cannot_chat(requests, monkeypatch):
     hosts = [SimpleNamespace(name="embeds")]
     monkeypatch.setattr(connect, "select_hosts", lambda *_, **__: hosts)
     assert main(["ask", "?"]) == 1

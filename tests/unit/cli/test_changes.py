@@ -141,7 +141,7 @@ def test_rollback_prints_both_releases_before_the_confirmation(
     assert (result, len(ran), len(questions)) == expected
 
 
-def test_printed_command_contains_path_of_pyinfra_if_it_is_not_in_path(monkeypatch, capsys):
+def test_printed_command_has_the_full_path_of_pyinfra_outside_path(monkeypatch, capsys):
     monkeypatch.setenv("PATH", "/nowhere")
     _, _, err = run(monkeypatch, capsys, "prune", "--dry")
     assert Path(shlex.split(err)[0]).is_file()
@@ -254,7 +254,7 @@ def test_dry_run_prints_the_change_of_each_host(words, expected, monkeypatch, ca
     assert err.startswith("no changes made")
 
 
-def test_an_unknown_service_gets_a_suggestion(monkeypatch):
+def test_error_for_an_unknown_service_suggests_a_known_service(monkeypatch):
     monkeypatch.setattr(changes, "select_hosts", lambda _, must_serve: [host_of("spark-1")])
     with pytest.raises(SparkError, match="did you mean embed"):
         run_tool("stop", Options(), service="embd")

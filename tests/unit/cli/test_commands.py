@@ -108,7 +108,7 @@ def test_hosts_can_be_given_as_arguments_or_with_limit(monkeypatch):
     assert (options.json, options.exclude, options.data) == (True, [], [])
 
 
-def test_a_repeated_option_keeps_every_value(monkeypatch):
+def test_repeated_option_keeps_every_value(monkeypatch):
     depths = []
     monkeypatch.setattr(bench, "select_hosts", lambda *_, **__: ["spark-1"])
     monkeypatch.setattr(bench, "_write_report", lambda *_: None)
@@ -123,7 +123,7 @@ def test_a_repeated_option_keeps_every_value(monkeypatch):
 @pytest.mark.parametrize(
     ("words", "code"), [(["use", "nothing-like-it"], 1), (["bench", "--runs", "0"], 2)]
 )
-def test_json_output_has_the_errors_as_an_object(words, code, capsys):
+def test_json_output_lists_each_error_as_an_object(words, code, capsys):
     assert main([*words, "--json"]) == code
     errors = json.loads(capsys.readouterr().out)["errors"]
     assert [error.keys() for error in errors] == [{"where", "what", "fix"}]

@@ -27,7 +27,7 @@ def site(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_the_local_port_of_a_host_does_not_depend_on_the_selection(site, capsys):
+def test_local_tunnel_port_of_a_host_does_not_depend_on_selected_hosts(site, capsys):
     assert main(["connect", "spark-2", "--for", "env"]) == 0
     assert "export OPENAI_BASE_URL=http://127.0.0.1:8001/v1" in capsys.readouterr().out
     assert main(["connect"]) == 0
@@ -51,7 +51,7 @@ def test_suggested_commands_keep_service_and_inventory(client, extra, site, caps
     assert tunnel.partition("spark-deploy ")[2].split() == [*base, "--tunnel", *inventory]
 
 
-def test_clients_of_a_cluster_connect_to_the_head(site, capsys):
+def test_connect_sends_clients_of_a_cluster_to_the_head(site, capsys):
     (site / "group_vars/spark.yml").write_text("cluster: {hosts: [spark-1, spark-2]}\n")
     assert main(["connect", "--for", "env"]) == 0
     assert "http://127.0.0.1:8000/v1" in capsys.readouterr().out
@@ -78,7 +78,7 @@ def test_litellm_gets_the_models_of_all_services_and_hosts_and_no_key(site, caps
     assert "--tunnel" in shown.err
 
 
-def test_vllm_router_needs_the_same_models_without_a_private_ca(site, capsys):
+def test_vllm_router_requires_equal_models_and_no_private_ca(site, capsys):
     settings = {"model": "qwen3.5-35b", "serve": {"expose": "lan", "tls": "off"}}
     (site / "group_vars/spark.yml").write_text(yaml.safe_dump(settings))
     assert main(["connect", "--for", "vllm-router"]) == 0
@@ -189,7 +189,9 @@ TAILNET = {"serve.expose": "tailscale"}
         ({**TAILNET, "serve.address": "a.tail"}, {}, "http://a.tail:8000/v1", None),
     ],
 )
-def test_each_gateway_type_has_a_url_and_tunnel(tmp_path, settings, extra, url, tunnel):
+def test_connect_prints_the_url_and_tunnel_for_each_kind_of_gateway(
+    tmp_path, settings, extra, url, tunnel
+):
     server = make_connection(target_of(tmp_path, **settings), **extra)
     assert (server.base_url, server.tunnel) == (url, tunnel)
     assert f"{url}/chat/completions" in server.example
@@ -199,7 +201,7 @@ def test_each_gateway_type_has_a_url_and_tunnel(tmp_path, settings, extra, url, 
     )
 
 
-def test_a_connection_names_models_key_tunnel_and_containers(tmp_path):
+def test_connect_prints_models_key_tunnel_and_container_addresses(tmp_path):
     for sudo, command in ((True, "sudo cat"), (False, "cat")):
         local = make_connection(target_of(tmp_path, "@local", {"_sudo": sudo}))
         assert (local.tunnel, local.read_key) == (None, f"{command} /etc/spark/api-key")

@@ -33,7 +33,7 @@ def text_of(verdict):
     return "\n".join(doctor.verdict_lines(verdict))
 
 
-def test_a_verdict_shows_problems_and_warnings_with_fixes():
+def test_doctor_shows_problems_and_warnings_with_fixes():
     verdict = {
         "host": "lab-1", "reachable": True, "stubbed": ["driver 580+labstub"], "stopped": {},
         "problems": [{"where": "disk /", "what": "1 GiB free", "fix": "free 9 GiB"}],
@@ -49,7 +49,7 @@ def test_a_verdict_shows_problems_and_warnings_with_fixes():
 
 
 @pytest.mark.parametrize(("lines", "is_shown"), [(["0"], False), (["3"], True), ([], False)])
-def test_failed_driver_allocations_are_shown(lines, is_shown):
+def test_doctor_shows_failed_driver_allocations(lines, is_shown):
     rows = make_verdict(survey(driver_memory=lines))["looks"]
     assert ("driver" in rows) == is_shown
     assert "blocks" in rows
@@ -74,7 +74,7 @@ def test_containers_listed_in_settings_get_no_replacement_command(setting):
     assert make_verdict(survey(containers=[]))["move"] == []
 
 
-def test_stopped_services_are_listed_and_stay_stopped():
+def test_doctor_lists_stopped_services_and_a_deploy_leaves_them_stopped():
     record = '{"schema_version":1,"release":"main-1","at":"NOON","by":"ann@desk","until":"ONE"}'
     verdict = make_verdict(survey(containers=[], stopped=["main", record, "small", "torn"]))
     assert text_of(verdict).startswith(
@@ -89,7 +89,7 @@ def test_stopped_services_are_listed_and_stay_stopped():
     assert "stopped" not in text_of(make_verdict(survey(containers=[], stopped=["small", waits])))
 
 
-def test_the_survey_reads_each_stop_as_one_line(tmp_path):
+def test_doctor_reads_each_stopped_service_as_one_line(tmp_path):
     def lines():
         script = ["sh", "-ec", stopped_script(str(tmp_path)) + "exit 0"]
         return subprocess.run(script, capture_output=True, text=True, check=True).stdout.split("\n")
@@ -108,7 +108,7 @@ def test_doctor_counts_files_on_the_host_as_reusable():
     assert "reuse" not in make_verdict(survey(containers=[]), downloads=downloads)["looks"]
 
 
-def test_plan_on_host_shows_files_that_hosts_have(monkeypatch, capsys):
+def test_plan_with_on_host_shows_files_that_hosts_already_have(monkeypatch, capsys):
     queried: list[str] = []
     is_reached = True
 
@@ -137,7 +137,7 @@ def test_plan_on_host_shows_files_that_hosts_have(monkeypatch, capsys):
     assert "spark-1: is off" in capsys.readouterr().err
 
 
-def test_an_unreachable_hub_is_queried_once(monkeypatch, capsys):
+def test_doctor_queries_an_unreachable_hub_once(monkeypatch, capsys):
     hosts: list[Any] = [SimpleNamespace(name=f"spark-{number}") for number in (1, 2, 3)]
     calls = []
 

@@ -76,7 +76,7 @@ def draft_with(hub, end, answer):
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_any_hub_response_gives_a_draft_or_one_problem(hub, data):
+def test_any_hub_response_gives_a_draft_or_one_reported_problem(hub, data):
     end, text = data.draw(st.sampled_from(sorted(answers_of(hub).items())))
     assert draft_with(hub, end, data.draw(hostile(text))).get("kind", "plain") == "plain"
 
@@ -209,7 +209,7 @@ class Ended(BaseException):
 
 
 @pytest.mark.parametrize("at", [1, 2, 3])
-def test_catalog_files_are_written_all_or_none(tmp_path, at, monkeypatch):
+def test_add_writes_all_catalog_files_or_none(tmp_path, at, monkeypatch):
     model = {"kind": "plain", "summary": "s", "choose_when": "c", "repository": "org/x"}
     texts = {
         ("models", "mine"): yaml.safe_dump(model),

@@ -24,7 +24,7 @@ def hosts(monkeypatch, tmp_path):
     return [SimpleNamespace(name=name, data={}) for name in ("ready", "strange", "off")]
 
 
-def test_each_host_without_access_gets_a_problem(hosts):
+def test_every_host_without_access_is_reported(hosts):
     off, strange = check_access(hosts).problems()
     assert (off.where, off.what) == ("off", "unreachable: no route")
     assert (strange.where, "SSH key" in strange.what) == ("strange", True)
@@ -41,7 +41,7 @@ def test_local_machine_has_no_access_if_sudo_needs_a_password(monkeypatch):
     assert not probed
 
 
-def test_a_slow_query_names_only_hosts_without_an_answer(monkeypatch, capsys):
+def test_query_timeout_lists_only_hosts_without_an_answer(monkeypatch, capsys):
     def connect(host, **_options):
         gevent.sleep(0.3 if host.name == "slow" else 0)
 
@@ -54,7 +54,7 @@ def test_a_slow_query_names_only_hosts_without_an_answer(monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_endless_command_ends_a_query(monkeypatch):
+def test_query_of_an_endless_command_ends_after_the_timeout(monkeypatch):
     class Endless(FactBase):
         def command(self):
             return "while :; do echo; sleep 0.1; done"

@@ -48,7 +48,7 @@ def hosts(folder):
         (("--local",), {"@local": None}),
     ],
 )  # fmt: skip
-def test_hosts_are_written_from_options(words, expected, capsys):
+def test_init_writes_the_hosts_given_as_options(words, expected, capsys):
     assert hosts(init_folder(*words)) == expected
     assert "next: cd own && spark-deploy up" in capsys.readouterr().out
 
@@ -66,7 +66,7 @@ def test_init_on_a_spark_targets_the_local_host_by_default(tmp_path):
     assert hosts(init_folder()) == {"@local": None}
 
 
-def test_existing_files_are_kept_and_schemas_renewed(capsys):
+def test_init_keeps_existing_files_and_updates_schemas(capsys):
     folder = init_folder("--host", "a", "--profile", "agent")
     settings, schema = folder / "group_vars/all.yml", folder / "schema/settings.schema.json"
     current = schema.read_text()
@@ -145,7 +145,7 @@ def test_pyinfra_reads_the_same_hosts():
         ),
     ],
 )
-def test_mistake_in_the_hosts_file_prints_a_message(text, output, monkeypatch, capsys):
+def test_mistake_in_the_hosts_file_is_reported(text, output, monkeypatch, capsys):
     folder = init_folder("--host", "a")
     (folder / "hosts.yml").write_text(text)
     monkeypatch.chdir(folder)
@@ -153,7 +153,7 @@ def test_mistake_in_the_hosts_file_prints_a_message(text, output, monkeypatch, c
     assert output in capsys.readouterr().err
 
 
-def test_a_folder_without_settings_is_valid(monkeypatch):
+def test_inventory_folder_without_settings_is_valid(monkeypatch):
     folder = init_folder("--host", "a")
     (folder / "group_vars/all.yml").unlink()
     (folder / "group_vars").rmdir()  # as after a clone: no version control keeps an empty folder

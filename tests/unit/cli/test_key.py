@@ -41,7 +41,7 @@ def add(capsys, *words):
     return text.out.strip(), text.err
 
 
-def test_prints_the_key_once_and_writes_and_deploys_its_digest(site, capsys):
+def test_key_add_prints_the_key_once_and_deploys_only_its_digest(site, capsys):
     words = "anna --concurrent 4 --per-minute 60 --body-mib 2 --output-tokens 512"
     token, err = add(capsys, *words.split())
     assert re.fullmatch(TOKEN, token)
@@ -92,7 +92,7 @@ def test_invalid_key_names_change_nothing(site, capsys, words, reason):
 
 @pytest.mark.parametrize("words", [("add", "bob"), ("revoke", "anna")])
 @pytest.mark.parametrize("flag", ["--dry", None])
-def test_changes_nothing_without_confirmation_or_with_dry(site, capsys, words, flag):
+def test_key_commands_change_nothing_unconfirmed_or_in_a_dry_run(site, capsys, words, flag):
     add(capsys, "anna")
     before = keys_in(site)
     code = main(["key", *words, *[flag] * bool(flag)])
@@ -102,7 +102,7 @@ def test_changes_nothing_without_confirmation_or_with_dry(site, capsys, words, f
     assert (keys_in(site), len(site.deployed)) == (before, 1)
 
 
-def test_list_shows_limits_and_usage_of_each_host(site, capsys, monkeypatch):
+def test_key_list_shows_limits_and_usage_of_each_host(site, capsys, monkeypatch):
     add(capsys, "anna", "--concurrent", "4", "--output-tokens", "512")
     add(capsys, "bob")
     usage = {"requests": 1200, "received_bytes": 2_000_000, "sent_bytes": 3 * 10**9}

@@ -51,7 +51,7 @@ def ladder(monkeypatch):
     return state
 
 
-def test_each_stage_is_served_and_measured_and_the_settings_come_last(ladder):
+def test_ladder_serves_and_measures_each_stage_before_the_settings(ladder):
     assert ladder.run() == (0, STAGES)
     expected = [(step, stage, "spark-1") for stage in STAGES for step in ("serve", "measure")]
     assert ladder.steps == [*expected, ("serve", None, "spark-1")]
@@ -63,7 +63,7 @@ def test_failed_stage_ends_the_ladder_and_restores_the_settings(ladder):
     assert ladder.steps[-2:] == [("serve", "all", "spark-1"), ("serve", None, "spark-1")]
 
 
-def test_nothing_changes_if_a_stage_does_not_fit_or_without_confirmation(ladder, monkeypatch):
+def test_ladder_changes_nothing_unconfirmed_or_if_a_stage_does_not_fit(ladder, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     with pytest.raises(SparkError, match="requires a terminal"):
         ladder.run(yes=False)

@@ -30,7 +30,7 @@ def entry(at_us, unit, text):
     return json.dumps({"__REALTIME_TIMESTAMP": str(at_us), "_SYSTEMD_UNIT": unit, "MESSAGE": text})
 
 
-def test_journal_lines_name_the_unit_and_incomplete_lines_are_skipped():
+def test_log_lines_start_with_the_unit_and_incomplete_lines_are_skipped():
     text = [
         entry(1, "spark-serve@main-0.service", "loading"),
         entry(2, "spark-gateway@main.service", [104, 105]),
@@ -42,7 +42,7 @@ def test_journal_lines_name_the_unit_and_incomplete_lines_are_skipped():
 
 
 @pytest.mark.parametrize("readable", [True, False])
-def test_journals_are_merged_by_time_and_failures_reported(ssh, capsys, readable):
+def test_logs_of_hosts_are_merged_by_time_and_failures_reported(ssh, capsys, readable):
     scripts = {}
     for name, wait_s, times in (("a", 0.3, (1, 4)), ("b", 0, (2, 3))):
         lines = "\n".join(entry(at, "spark-serve@x.service", f"{name}{at}") for at in times)
@@ -83,20 +83,20 @@ def rows(*services, width=100):
         (sample(1, 5).removesuffix("end\n"), "- - - - - - - - -"),
     ],
 )
-def test_a_row_shows_rates_between_two_samples(text, cells):
+def test_top_computes_rates_from_two_samples(text, cells):
     now = live.compute_load("spark-1", list(live.parse_samples(text.splitlines())))
     assert rows(now)[1].split() == ["spark-1", *cells.split()]
 
 
 @pytest.mark.parametrize(("script", "code"), [("print(TEXT)", 0), ("raise SystemExit(255)", 1)])
-def test_once_prints_one_sample_and_fails_without_an_answer(ssh, capsys, script, code):
+def test_top_once_prints_one_sample_and_fails_without_an_answer(ssh, capsys, script, code):
     ssh(a=f"TEXT = {sample(1, 5) + sample(3, 25)!r}\n{script}\n")
     assert live.top.callback.__wrapped__(Options(json=True), once=True, service=None) == code
     [service] = json.loads(capsys.readouterr().out)
     assert service["tokens_per_s"] == (10.0 if code == 0 else None)
 
 
-def test_each_service_has_a_row(ssh, tmp_path, capsys):
+def test_top_shows_each_service_on_its_own_row(ssh, tmp_path, capsys):
     log = str(tmp_path / "commands")
     ssh(a=f"import sys; open({log!r}, 'a').write(sys.argv[-1]); print({sample(1, 5)!r})\n")
     services = ["main", "embed"]
@@ -106,7 +106,7 @@ def test_each_service_has_a_row(ssh, tmp_path, capsys):
     assert all(f"engines/{name}/engine.sock" in commands for name in services)
 
 
-def test_no_process_starts_if_a_host_lacks_the_service(ssh, monkeypatch):
+def test_logs_start_no_process_if_a_host_lacks_the_service(ssh, monkeypatch):
     def selected_services(host, service):
         if host.name == "b":
             raise SparkError.one("--service", "unknown", "choose another")
@@ -120,7 +120,7 @@ def test_no_process_starts_if_a_host_lacks_the_service(ssh, monkeypatch):
 
 
 @pytest.mark.parametrize("width", [80, 100, 160])
-def test_rows_fit_the_screen(width):
+def test_top_rows_fit_the_screen(width):
     names = ["spark-kitchen-1.lan", "spark-kitchen-2.lan", "spark-of-the-cellar.home.example"]
     lines = rows(*(live.compute_load(name, []) for name in names), width=width)
     assert len(lines) == 4
@@ -128,7 +128,7 @@ def test_rows_fit_the_screen(width):
     assert [line.split()[0] for line in lines[1:3]] == names[:2]
 
 
-def test_names_and_speed_stay_in_a_narrow_terminal():
+def test_top_keeps_names_and_speed_in_a_narrow_terminal():
     now = live.Load("spark-kitchen-1.lan", 2, 1, 50.0, 0.8, 0.2, 2**33, 61, 48, "qwen3.5-122b")
     title, line = rows(now, width=60)
     assert line.split()[:2] == ["spark-kitchen-1.lan", "qwen3.5-122b"]

@@ -236,7 +236,7 @@ def test_interrupt_during_startup_prints_one_line(site, after_s):
         ("connect --tunnel", "open until Ctrl-C", 0, "tunnels stay open"),
     ],
 )
-def test_interrupted_command_tells_whether_work_continues(
+def test_interrupted_command_reports_whether_work_continues_on_hosts(
     site, monkeypatch, words, once, code, shown
 ):
     def interrupt(process, text, _terminal):

@@ -79,7 +79,9 @@ def test_the_plan_of_a_cluster_sends_clients_to_the_head(spark_deploy, tmp_path)
     ("own", "copies"),
     [("", True), ("model: qwen3.5-35b\n", False), ("fleet: {share: false}\n", False)],
 )
-def test_later_host_copies_downloads_of_an_earlier_host(spark_deploy, tmp_path, own, copies):
+def test_plan_lets_a_later_host_copy_downloads_of_an_earlier_host(
+    spark_deploy, tmp_path, own, copies
+):
     (tmp_path / "host_vars").mkdir()
     (tmp_path / "host_vars/spark-2.yml").write_text(own)
     write_inventory(tmp_path / "inventory/spark.py", "spark-1", "spark-2")
@@ -140,7 +142,7 @@ def test_update_check_lists_missing_names_once(spark_deploy, tmp_path):
 
 
 @pytest.mark.usefixtures("lock_path")
-def test_update_json_prints_the_lock_file(spark_deploy, tmp_path):
+def test_update_with_json_prints_the_lock_file(spark_deploy, tmp_path):
     inventory = write_inventory(tmp_path / "sparks.py", "a")
     code, out, _ = spark_deploy("update", str(inventory), "--check", "--json")
     [(path, lock)] = json.loads(out).items()
@@ -170,7 +172,7 @@ WORDS = st.lists(st.text("abcdef.,-/", min_size=1, max_size=12), min_size=1, max
 
 
 @given(WORDS, st.sampled_from(WIDTHS), st.sampled_from(["", "  serves      ", "host: "]))
-def test_a_wrapped_line_keeps_every_word_within_the_width(words, width, title):
+def test_wrapped_lines_keep_every_word_and_fit_the_width(words, width, title):
     line = title + " ".join(words)
     result = wrap_line(line, width)
     assert " ".join(result).split() == line.split()
@@ -182,7 +184,7 @@ def test_a_long_word_is_not_split():
     assert wrap_line(line, 80)[-2:] == [line[:100], "          --flag"]
 
 
-def test_a_wrapped_plan_keeps_the_columns(spark_deploy):
+def test_wrapped_plan_keeps_its_columns(spark_deploy):
     _, text, _ = spark_deploy(*PLAN)
     for width in WIDTHS:
         out = io.StringIO()

@@ -78,7 +78,7 @@ def test_each_host_has_one_row(width):
     assert lines[2].startswith("1:15  model and image")
 
 
-def test_other_hosts_wait_while_one_rolls_back():
+def test_screen_shows_that_other_hosts_wait_during_a_rollback():
     log = LOG.replace("Serve | Serve the release on", "Rollback | Roll back on")
     transcript, _ = read(log[: log.index("[a]  rollout of")])
     first, second, _ = rows(transcript)
@@ -107,7 +107,7 @@ def test_failures_are_printed_immediately():
     ]
 
 
-def test_summary_begins_with_the_release_of_a_failed_host():
+def test_summary_of_a_failed_host_starts_with_its_serving_release():
     lines = summary(read(LOG)[0], 1).splitlines()
     assert lines[:4] == [
         HEADLINE,
@@ -129,13 +129,13 @@ def test_summary_begins_with_the_release_of_a_failed_host():
         ("start: running", "loading the engine"),
     ],
 )  # fmt: skip
-def test_a_rollout_shows_the_step_and_the_time(detail, progress):
+def test_screen_shows_step_and_time_of_a_rollout(detail, progress):
     host = HostView("a")
     host.log(f"rollout of main-aaaaaaaaaaaa: {detail}")
     assert host.line() == ("engine", progress)
 
 
-def test_the_summary_shows_result_proof_changes_and_times():
+def test_summary_shows_result_proof_changes_and_times():
     text = summary(read(LOG)[0], 1)
     for part in (
         "a  serves x with profile v2 as x at http://127.0.0.1:8000/v1\n",
@@ -162,7 +162,7 @@ def test_summary_of_an_interrupted_deploy_lists_work_still_running(part, code, r
     assert running in text if running else "still running" not in text
 
 
-def test_output_to_a_file_has_changed_lines_every_30_seconds(monkeypatch):
+def test_output_to_a_file_shows_changed_lines_every_30_seconds(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(progress_screen.time, "monotonic", lambda: now[0])
     out = io.StringIO()
@@ -177,7 +177,7 @@ def test_output_to_a_file_has_changed_lines_every_30_seconds(monkeypatch):
     ]
 
 
-def test_watch_returns_the_exit_code_and_keeps_the_log(tmp_path):
+def test_watch_returns_the_exit_code_and_saves_the_log(tmp_path):
     out, path = io.StringIO(), tmp_path / "deep" / "up.log"
 
     def run(watcher):
@@ -201,7 +201,7 @@ def test_an_interrupted_deploy_exits_with_130(interrupt, tmp_path):
     assert "work on hosts continues" in out.getvalue()
 
 
-def test_a_deploy_that_cannot_connect_to_any_host_shows_only_the_reason():
+def test_deploy_that_connects_to_no_host_shows_only_the_reason():
     log = """\
 --> Loading config...
 --> Connecting to hosts...

@@ -80,14 +80,14 @@ def test_recipe_is_converted_to_a_valid_catalog_file(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", READ)
-def test_every_key_is_used_or_reported(name):
+def test_every_recipe_key_is_used_or_reported(name):
     draft = draft_from_recipe(READ[name], name)
     text = "\n".join(draft.open_questions)
     for key in READ[name].keys() - USED[name]:
         assert f"not used: {key}:" in text, key
 
 
-def test_code_and_secrets_are_reported_and_not_used():
+def test_code_and_secrets_of_a_recipe_are_reported_and_not_used():
     text = {
         name: "\n".join(draft_from_recipe(data, name).open_questions) for name, data in READ.items()
     }
@@ -122,7 +122,7 @@ def test_unlisted_options_are_reported_with_the_fix_and_not_used():
         assert "override_rails: {unlisted-option: REASON}" in line
 
 
-def test_an_unknown_parser_is_reported_and_left_out():
+def test_unknown_parser_of_a_recipe_is_omitted_and_reported():
     engine = shipped_catalog().engines.engines["0.33.0"]
     text = "--reasoning-parser nano_v3 --tool-call-parser qwen3_coder"
     draft = draft_from_recipe({"model": "org/x", "command": f"vllm serve {text}"}, "r", engine)
@@ -148,18 +148,18 @@ def test_recipe_for_several_hosts_is_rejected(changes):
 
 
 @pytest.mark.parametrize("command", ["python -m sglang.launch_server", "vllm 'serve"])
-def test_a_command_without_vllm_serve_is_reported(command):
+def test_recipe_command_without_vllm_serve_is_reported(command):
     draft = draft_from_recipe({"model": "org/x", "command": command}, "r.yaml")
     assert "not used: command: does not call `vllm serve`" in draft.open_questions
 
 
-def test_recipe_with_a_command_that_expands_too_far_is_rejected():
+def test_recipe_with_a_huge_expanded_command_is_rejected():
     data = {"model": "org/x", "command": "{a}" * 10_000, "defaults": {"a": "x" * 1_000_000}}
     with pytest.raises(CatalogError, match="too long"):
         draft_from_recipe(data, "r.yaml")
 
 
-def test_values_that_a_profile_cannot_express_are_reported(tmp_path):
+def test_recipe_values_without_a_profile_equivalent_are_reported(tmp_path):
     text = "--max-model-len auto --kv-cache-dtype nvfp4 --max-num-seqs -1 --seed 1"
     data = {"model": "org/x", "command": f"vllm serve org/x {text}"}
     draft = draft_from_recipe(data, "r.yaml")
@@ -179,7 +179,7 @@ def written(data, name):
 @pytest.mark.slow
 @settings(max_examples=1000, deadline=None)
 @given(place=st.sampled_from([(name, key) for name in READ for key in READ[name]]), value=YAML)
-def test_any_recipe_value_gives_a_draft_or_one_problem(place, value):
+def test_any_recipe_value_gives_a_draft_or_one_reported_problem(place, value):
     name, key = place
     text, problems = written({**READ[name], key: value}, name)
     assert all(problem.line.isprintable() for problem in problems)

@@ -81,7 +81,7 @@ def test_model_added_from_a_shared_file_has_the_same_release(site, other, file, 
     assert not (other / "catalog/profiles").exists()
 
 
-def test_json_describes_the_file_and_missing_results(site, tmp_path, capsys):
+def test_share_json_describes_the_file_and_missing_results(site, tmp_path, capsys):
     settings = site / "group_vars/spark.yml"
     settings.write_text(f"{settings.read_text()}engine: {{max_sequences: 2}}\n")
     path = tmp_path / "a file.yml"
@@ -93,7 +93,7 @@ def test_json_describes_the_file_and_missing_results(site, tmp_path, capsys):
     assert result["next"] == [f"spark-deploy add '{path}'"]
 
 
-def test_a_user_profile_is_shared_without_its_base(site, other, tmp_path):
+def test_user_profile_is_shared_without_its_base_profile(site, other, tmp_path):
     (site / "catalog/profiles").mkdir(parents=True)
     mine = {"based_on": "plain", "summary": "Mine", "choose_when": "I do", "prefix_caching": True}
     (site / "catalog/profiles/mine.yml").write_text(yaml.safe_dump(mine))
@@ -150,7 +150,7 @@ def test_shared_file_that_would_change_other_models_is_rejected(other, file, edi
         assert add(other, str(file), "--force") == 1
 
 
-def test_a_moved_revision_is_reported(shared, other, file, edit, capsys):
+def test_add_reports_that_a_shared_revision_moved(shared, other, file, edit, capsys):
     folder = shared / "hub/api/models/org/tiny/revision"
     (folder / "stable").write_text((folder / "main").read_text().replace("5" * 40, "7" * 40))
     edit(lambda data: data["model"].update(revision="stable"))
@@ -160,7 +160,7 @@ def test_a_moved_revision_is_reported(shared, other, file, edit, capsys):
     assert text in capsys.readouterr().out
 
 
-def test_a_check_result_is_shared_without_the_host(site, other, tmp_path, monkeypatch, capsys):
+def test_shared_check_result_does_not_contain_the_host(site, other, tmp_path, monkeypatch, capsys):
     proof = {"engine": {"version": "0.33.0"}, "checks": [{"name": "answers"}],
              "versions": {"kernel": CANARY}, "invocation_id": CANARY}  # fmt: skip
     release = {"name": "main-1", "model": "tiny", "profile": "plain", "proof": proof}

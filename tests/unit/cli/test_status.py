@@ -49,7 +49,7 @@ def text_of(tmp_path, data, target=None):
     return "\n".join(status_lines(summarize(Answer(target or target_of(tmp_path), status))))
 
 
-def test_each_service_is_one_line_with_a_symbol_for_its_state(tmp_path):
+def test_status_shows_each_service_on_one_line_with_a_state_symbol(tmp_path):
     serving = document(bench={"one_stream_tokens_per_s": {"median": 31.04}})
     serving["services"]["embed"] = {**serving["services"]["main"], "active": None}
     stopped, target = document(), target_of(tmp_path)
@@ -100,17 +100,17 @@ START = {"lowest_bytes": 9 * 2**30, "after_s": 312.0, "floor_bytes": 4 * 2**30}
         (document(start_memory=START), "start 9.0 GiB, floor 4.0 GiB), 2 restarts", True),
     ],
 )
-def test_details_of_checks_are_shown(tmp_path, data, line, is_shown):
+def test_status_shows_details_of_checks(tmp_path, data, line, is_shown):
     assert (f"{line}\n" in text_of(tmp_path, data)) is is_shown
 
 
-def test_an_outdated_check_shows_the_reason(tmp_path):
+def test_status_shows_why_a_check_is_outdated(tmp_path):
     data = document()
     data["releases"][0]["unproven"] = "the driver changed"
     assert "no longer current: the driver changed" in text_of(tmp_path, data)
 
 
-def test_stopped_and_rolled_back_services_show_time_and_person(tmp_path):
+def test_status_shows_who_stopped_or_rolled_back_a_service_and_when(tmp_path):
     data = document()
     data["services"]["main"]["stopped_by_hand"] = {
         "schema_version": 1, "release": RELEASE, "at": "2026-11-21T10:00:00Z", "by": "ann@desk",
@@ -126,7 +126,7 @@ def test_stopped_and_rolled_back_services_show_time_and_person(tmp_path):
     assert "rolled back manually from lab-stub with v2-tq, main-b at" in text_of(tmp_path, data)
 
 
-def test_service_waiting_for_a_request_is_not_a_difference_from_the_plan():
+def test_idle_on_request_service_is_not_a_difference_from_the_plan():
     data = document()
     marker = {"schema_version": 1, "release": "small-1", "at": "then", "on_request": True}
     data["services"]["small"] = {
@@ -143,7 +143,7 @@ def test_service_waiting_for_a_request_is_not_a_difference_from_the_plan():
     assert service["drift"]
 
 
-def test_a_rollout_in_progress_is_shown_for_every_service(tmp_path):
+def test_status_shows_a_running_rollout_of_every_service(tmp_path):
     data = document()
     rollout = {"release": RELEASE, "since": "2026-11-21T10:00:00Z", "phase": "start"}
     data["services"]["main"].update(active=None, rollout=rollout)
@@ -190,14 +190,14 @@ def test_status_lists_missing_jobs_for_each_keep_ready_entry(tmp_path):
         (HostStatus(None, "its host tools are of another version"), "lab-1: release unknown: its"),
     ],
 )
-def test_status_without_readable_tools_does_not_show_a_release(tmp_path, data, line):
+def test_status_does_not_guess_the_release_if_host_tools_are_unreadable(tmp_path, data, line):
     text = text_of(tmp_path, data)
     assert text.startswith(line)
     assert "serves nothing" not in text
 
 
 @pytest.mark.parametrize("lines", [status_lines, verdict_lines])
-def test_an_unreachable_host_is_one_line(lines):
+def test_status_shows_an_unreachable_host_on_one_line(lines):
     host = {"host": "lab-1", "reachable": False, "problem": "unreachable: refused"}
     assert list(lines(host)) == ["lab-1: unreachable: refused"]
 

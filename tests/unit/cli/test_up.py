@@ -73,7 +73,7 @@ def test_up_offers_to_write_a_command_line_choice_to_the_settings(tmp_path, monk
     assert settings.read_text() == "model: qwen3.5-122b\nprofile: agent\n"
 
 
-def test_locking_names_needs_no_update_options(monkeypatch, tmp_path):
+def test_up_locks_names_without_options_of_update(monkeypatch, tmp_path):
     path = tmp_path / "spark.lock.yml"
     host = SimpleNamespace(catalog=None, loaded=SimpleNamespace(lock_path=path), settings=None)
     monkeypatch.setattr(update, "select_hosts", lambda _options: [host])
@@ -107,7 +107,7 @@ def text_of(data, states=None, last=None):
     return preview(PLAN, Answer(SimpleNamespace(name="spark-1"), state))["text"]
 
 
-def test_a_new_host_shows_downloads_and_builds():
+def test_preview_of_a_new_host_shows_downloads_and_builds():
     text = text_of(None)
     assert text.startswith("new host: will serve large with v2; downloads ")
     for part in ("an image of", "builds the checkpoint", "starts for the first time"):
@@ -115,7 +115,7 @@ def test_a_new_host_shows_downloads_and_builds():
     assert text.endswith(COMPILING)
 
 
-def test_a_change_of_profile_shows_the_downtime():
+def test_preview_of_a_profile_change_shows_the_downtime():
     times = {"drain": 3.0, "stop": 10.0, "memory": 2.0, "start": 300.0, "check": 28.0}
     assert text_of(status(), jobs("done"), Rollout(OLD, times_s=times)) == (
         "agent → v2 (large); nothing to download; engine restarts; clients get 503 for "
@@ -174,7 +174,7 @@ def test_preview_shows_duration_of_the_last_successful_start(last, proof, text):
 @pytest.mark.parametrize(
     ("data", "release"), [(status(None), PLAN.release.name), (status(OLD), OLD), (None, None)]
 )
-def test_the_last_rollout_is_for_the_serving_or_planned_release(data, release):
+def test_preview_reads_the_last_rollout_of_the_serving_or_planned_release(data, release):
     commands = []
 
     def run_shell_command(line, **_):
@@ -190,7 +190,7 @@ def test_the_last_rollout_is_for_the_serving_or_planned_release(data, release):
 
 
 @pytest.mark.parametrize("others", [True, False])
-def test_changes_of_additional_services_are_shown(others, monkeypatch):
+def test_preview_shows_changes_of_additional_services(others, monkeypatch):
     monkeypatch.setattr(
         HostStatus, "unproven_reason", lambda _self, name, _release: "new" * (name != "main")
     )
@@ -208,7 +208,7 @@ def test_changes_of_additional_services_are_shown(others, monkeypatch):
     ] * others  # fmt: skip
 
 
-def test_downloaded_bytes_are_not_counted_again():
+def test_preview_subtracts_bytes_already_downloaded():
     assert " GB of files" in text_of(status(None), jobs("waiting"))
     assert "of files" not in text_of(status(None), jobs("running", fetched_bytes=10**12))
 
@@ -223,7 +223,9 @@ def test_downloaded_bytes_are_not_counted_again():
         (130, ["spark-2"], []),
     ],
 )
-def test_up_asks_each_deployed_host_a_question(code, failing, asked, monkeypatch, tmp_path, capsys):
+def test_up_sends_a_test_question_to_each_deployed_host(
+    code, failing, asked, monkeypatch, tmp_path, capsys
+):
     targets = [target_of(tmp_path, name) for name in ("spark-1", "spark-2")]
     answers = [Answer(host, HostState(HostStatus(None), Jobs({}), None)) for host in targets]
 

@@ -36,7 +36,7 @@ def test_use_changes_only_the_line_of_the_key(site, capsys):
 
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"], ids=["", "with a mark of byte order"])
 @pytest.mark.parametrize("end", [b"\n", b"\r\n"], ids=["", "of Windows"])
-def test_line_endings_are_kept_and_keys_stay_unique(site, mark, end):
+def test_use_keeps_line_endings_and_never_duplicates_a_key(site, mark, end):
     common, own = site / "group_vars/all.yml", site / "host_vars/b.yml"
     common.write_bytes(mark + ALL.encode().replace(b"\n", end))
     own.parent.mkdir()
@@ -48,7 +48,7 @@ def test_line_endings_are_kept_and_keys_stay_unique(site, mark, end):
 
 
 @pytest.mark.parametrize("has_schema", [True, False])
-def test_a_choice_for_one_host_is_written_to_host_vars(site, has_schema):
+def test_use_writes_a_choice_for_one_host_to_its_host_vars(site, has_schema):
     head = "# yaml-language-server: $schema=../schema/settings.schema.json\n" * has_schema
     if has_schema:
         (site / "schema").mkdir()
@@ -59,7 +59,7 @@ def test_a_choice_for_one_host_is_written_to_host_vars(site, has_schema):
     assert (site / "group_vars/all.yml").read_text() == ALL
 
 
-def test_a_dry_run_and_a_repeated_choice_write_nothing(site, capsys):
+def test_use_writes_nothing_in_a_dry_run_or_for_the_same_choice(site, capsys):
     assert main(["use", "agent", "--dry"]) == 0
     assert "v2 → agent" in capsys.readouterr().out
     assert main(["use", "v2"]) == 0
@@ -77,7 +77,7 @@ def test_a_dry_run_and_a_repeated_choice_write_nothing(site, capsys):
         ("", "profile: agent\n"),
     ],
 )
-def test_every_yaml_style_is_edited_in_place(site, before, after):
+def test_use_edits_every_yaml_style_in_place(site, before, after):
     (site / "group_vars/all.yml").write_text(before)
     (site / "group_vars/spark.yml").write_text("lock_file: spark.lock.yml\n")
     assert main(["use", "agent"]) == 0
@@ -85,7 +85,7 @@ def test_every_yaml_style_is_edited_in_place(site, before, after):
 
 
 @pytest.mark.parametrize("text", ["model: &m v2\nprofile: *m\n", "--- {}\n--- {profile: v2}\n"])
-def test_a_value_that_cannot_be_edited_in_place_is_not_edited(text):
+def test_use_rejects_values_that_it_cannot_edit_in_place(text):
     assert set_keys(text, {"profile": "agent"}) is None
 
 
@@ -96,7 +96,7 @@ def test_use_replaces_a_choice_that_the_host_cannot_serve(site, present):
     assert "model: qwen3.5-122b " in (site / "group_vars/all.yml").read_text()
 
 
-def test_settings_of_other_hosts_are_not_checked(site, capsys):
+def test_use_does_not_check_settings_of_other_hosts(site, capsys):
     (site / "host_vars").mkdir()
     (site / "host_vars/a.yml").write_text("model: qwen3.5-397b\n")
     assert main(["use", "agent", "b"]) == 0
@@ -128,7 +128,7 @@ def test_use_replaces_a_plain_profile_with_the_recommended_profile(site, capsys)
     assert "profile agent" in capsys.readouterr().err
 
 
-def test_a_model_for_several_hosts_replaces_a_plain_profile(site):
+def test_use_replaces_a_plain_profile_by_the_model_for_several_hosts(site):
     (site / "group_vars/all.yml").write_text("model: qwen3-4b\nprofile: plain\n")
     four = ("--inventory", "four.py")
     write_inventory(site / "four.py", "a", "b", "c", "d")
@@ -157,7 +157,7 @@ def test_suggestions_for_an_unknown_name_exclude_lab_models(site, capsys):
     assert "qwen3.5-122b" in text
 
 
-def test_json_lists_the_edits(site, capsys):
+def test_use_json_lists_the_edits(site, capsys):
     assert main(["use", "agent", "--json", "--dry"]) == 0
     [edit] = json.loads(capsys.readouterr().out)
     assert (edit["file"], edit["key"]) == (str(site / "group_vars/all.yml"), "profile")
@@ -223,7 +223,7 @@ def test_set_writes_valid_values_for_selected_hosts(site, capsys):
         "set model=qwen3.5-397b", "set a=",
     ],
 )  # fmt: skip
-def test_invalid_values_are_rejected_without_writing(site, capsys, words):
+def test_set_rejects_invalid_values_without_writing(site, capsys, words):
     assert main(words.split()) == 1
     assert "fix: " in capsys.readouterr().err
     assert (site / "group_vars/all.yml").read_text() == ALL
@@ -248,7 +248,7 @@ def test_set_writes_replicas_of_hosts_with_addresses(tmp_path, monkeypatch, caps
 
 
 @pytest.mark.parametrize("section", ["cluster", "replicas"])
-def test_rejects_cluster_and_replica_hosts_missing_from_the_inventory(site, capsys, section):
+def test_set_rejects_cluster_or_replica_hosts_missing_from_the_inventory(site, capsys, section):
     common = site / "group_vars/all.yml"
     common.write_text(f"{ALL}serve: {{expose: lan, api_key: {{env: KEY}}}}\n")
     assert main(["set", f"{section}.hosts=[spark-1, spark-2]"]) == 1

@@ -75,7 +75,7 @@ def test_engine_arguments_match_the_release(tmp_path):
     assert (socket.parent.name, socket.name) == (release.service, Path(ENGINE_SOCKET).name)
 
 
-def test_digest_covers_document_and_restart_limits(tmp_path):
+def test_release_digest_covers_document_and_restart_limits(tmp_path):
     plan = plan_of()
     written = json.loads(release_files(plan)[0].content)
     rest = {key: value for key, value in written.items() if key not in ("name", "digest")}
@@ -112,7 +112,7 @@ def test_parses_printed_progress():
 
 @pytest.mark.parametrize("template", [units.SERVE, units.SWITCH, units.WATCH, units.GATEWAY,
                                       units.JOB, units.PREPARE])  # fmt: skip
-def test_unit_files_exist_and_run_our_tool(template):
+def test_unit_files_exist_and_start_the_host_tools(template):
     text = (CHECKOUT / "files/units" / template.unit("")).read_text("utf-8")
     programs = re.findall(r"^Exec\w+=-?(\S*spark-host)", text, re.MULTILINE)
     assert set(programs) <= {HOST_TOOL}

@@ -50,7 +50,7 @@ DATA = {
 }  # fmt: skip
 
 
-def test_documents_round_trip_byte_for_byte():
+def test_documents_are_rewritten_byte_for_byte():
     assert documents.to_plain(WORK) == DATA
     text = documents.to_json(WORK)
     assert text == json.dumps(DATA, indent=1, sort_keys=True) + "\n"
@@ -58,7 +58,7 @@ def test_documents_round_trip_byte_for_byte():
     assert documents.to_json(documents.parse(Work, text)) == text
 
 
-def test_omits_optional_keys_with_defaults():
+def test_documents_omit_optional_keys_with_default_values():
     result = {**DATA, "unless": {"receipt": "/r", "digest": "d"}}
     work = documents.read(Work, result)
     assert work.unless == Receipt("/r", "d")
@@ -123,7 +123,7 @@ LINK = {**FILE, "path": "c", "link_of": "/base/c"}
 SHARD = {"path": "d", "size_bytes": 3, "pieces": [f"3:{'1' * 64}"], "modified_ns": 1}
 
 
-def test_source_receipt_round_trips():
+def test_source_receipt_is_read_back_unchanged():
     data = json.loads(source_receipt("d" * 64, [FILE, LINK, SHARD]))
     receipt = receipts.parse(json.dumps(data))
     assert isinstance(receipt, receipts.SourceReceipt)
@@ -151,7 +151,7 @@ def test_rejects_invalid_receipt(tmp_path, text):
         receipts.parse(text)
 
 
-def test_tree_is_complete_if_sizes_match(tmp_path):
+def test_checkpoint_is_complete_if_its_file_sizes_match(tmp_path):
     receipt = receipts.parse(source_receipt(files=[{**FILE, "path": "a"}, SHARD]))
     (tmp_path / "a").write_text("abc")
     assert not receipt.is_complete(tmp_path)

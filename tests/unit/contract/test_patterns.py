@@ -15,7 +15,7 @@ from tests.unit.planning.plans import shipped_catalog
 CATALOG = shipped_catalog()
 
 
-def test_every_layer_has_a_single_attention_type():
+def test_every_layer_of_the_122b_has_one_attention_type():
     names = expand_all(CATALOG.model("qwen3.5-122b").tensors.base)
     kinds = {name.split(".")[3]: name.split(".")[4] for name in names if "_attn." in name}
     assert len(kinds) == 48
@@ -79,9 +79,9 @@ def test_expands_ranges(first, more, step):
         ({"a0", "a1"}, ["a{0..1}", "a1"], False),
     ],
 )
-def test_exact_matches_require_each_name_once(names, patterns, right):
+def test_exact_match_requires_each_name_once(names, patterns, right):
     assert remove_exact_matches(names, patterns) is right
 
 
-def test_groups_names_by_number():
+def test_name_summary_groups_names_that_differ_only_in_numbers():
     assert summarize_names([f"a.{n}.b" for n in range(300)] + ["c"]) == "300 x a.{N}.b, 1 x c"

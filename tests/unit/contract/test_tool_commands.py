@@ -38,7 +38,7 @@ def test_units_start_existing_commands():
     assert output <= set(host.VERBS)
 
 
-def test_commands_import_only_their_module():
+def test_host_commands_import_only_their_module():
     functions = [function.split(":") for function, *_ in host.VERBS.values()]
     for module, name in functions:
         assert callable(getattr(importlib.import_module(f"spark_host.{module}"), name))
@@ -50,7 +50,7 @@ def test_commands_import_only_their_module():
     assert not modules & set(output.stdout.split())
 
 
-def test_command_lines_come_from_the_contract():
+def test_host_command_lines_are_built_only_by_the_contract():
     literal_commands = {
         str(path.relative_to(CHECKOUT))
         for room in ("spark_deploy", "roles", "deploys")
@@ -61,7 +61,7 @@ def test_command_lines_come_from_the_contract():
 
 
 @pytest.mark.parametrize("room", ["spark_deploy", "files", "roles", "deploys", "docs", "README.md"])
-def test_messages_and_pages_name_existing_commands(room):
+def test_messages_and_docs_refer_to_existing_commands(room):
     place = CHECKOUT / room
     pages = [place] if place.is_file() else [*place.rglob("*.py"), *place.rglob("*.md")]
     result = {
@@ -83,7 +83,7 @@ NAMES = {
 }
 
 
-def test_shared_names_come_from_the_contract():
+def test_shared_names_are_defined_only_in_the_contract():
     assert {"/v1/chat/completions", "log lines", "image-pull"} <= NAMES
     copies = {
         f"{name}: {node.value!r}"

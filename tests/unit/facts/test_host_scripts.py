@@ -14,7 +14,7 @@ from spark_deploy.hosts.survey import audit_script, engine_memory_script, parse_
 from tests.unit.shell import install_stub, run_script
 
 
-def test_runs_script_parts_in_parallel_and_prints_them_in_order(tmp_path):
+def test_script_parts_run_in_parallel_and_print_in_order(tmp_path):
     def meet(mine, other):
         wait = f"for i in $(seq 400); do [ -e {tmp_path}/{other} ] && break; sleep 0.05; done"
         return f"echo '== {mine}'; touch {tmp_path}/{mine}; {wait}; ls {tmp_path}/{other} | wc -l"
@@ -26,7 +26,7 @@ def test_runs_script_parts_in_parallel_and_prints_them_in_order(tmp_path):
 @pytest.mark.parametrize(
     ("first", "second"), [("kill $$", "echo '== b'"), ("echo '== a'", "exit 1")]
 )
-def test_output_is_cut_off_unless_both_parts_are_complete(first, second):
+def test_incomplete_script_output_is_rejected(first, second):
     script = facts.build_script(f"sh -c '{first}' || exit 1", parallel=(second,))
     with pytest.raises(FactProcessError, match="cut off"):
         facts.parse_sections(run_script(script))
@@ -40,7 +40,7 @@ def test_output_is_cut_off_unless_both_parts_are_complete(first, second):
         ('[ "$3" = true ]', []),
     ],
 )
-def test_script_reports_sudo_and_never_runs_twice(sudo, output, tmp_path):
+def test_failed_sudo_is_reported_and_the_script_never_runs_twice(sudo, output, tmp_path):
     install_stub(tmp_path, "sudo", sudo)
     install_stub(tmp_path, "id", '[ "$1" = -un ] && echo ann || echo 1000')
     assert run_script(facts.as_root("echo ran"), tmp_path) == ["== sudo", *output]
@@ -55,14 +55,14 @@ def test_script_reports_sudo_and_never_runs_twice(sudo, output, tmp_path):
         ("10.77.0.1 40312", ""),
     ],
 )
-def test_reads_the_address_of_the_login(variable, address):
+def test_reads_the_host_address_of_the_ssh_connection(variable, address):
     environment = {"SSH_CONNECTION": variable} if variable else {}
     output = run_script(LoginAddress().command(), **environment)
     assert LoginAddress().process(output) == address
 
 
 @pytest.mark.parametrize("warning", ["", "W: /etc/apt/sources.list.d/dgx.sources: no Release"])
-def test_reads_the_torn_score_despite_warnings(tmp_path, warning):
+def test_reads_the_ota_torn_score_next_to_warnings(tmp_path, warning):
     script = f'echo "{warning}" >&2\necho \'{{"name": "OTA2.2", "torn": 2.6}}\''
     install_stub(tmp_path, "nvidia-spark-ota-check", script)
     lines = run_script(f"{gpu.GPU_SCRIPT}\n:", tmp_path)
@@ -103,7 +103,7 @@ def read_half_installed(folder):
 
 
 @pytest.mark.parametrize("lock", ["lock", "lock-frontend"])
-def test_half_installed_packages_do_not_count_during_an_installation(tmp_path, lock):
+def test_half_installed_packages_are_ignored_while_apt_runs(tmp_path, lock):
     install_stub(tmp_path, "dpkg", AUDIT)
     for name in ("lock", "lock-frontend"):
         (tmp_path / name).touch()

@@ -42,7 +42,7 @@ LINKED = ["[]", f"linked {TARGET}", "pulled 0123456789ab"]
          {"a.timer": True, "b.timer": False, "x": False}),
     ],
 )  # fmt: skip
-def test_facts_parse_output(fact, output, value):
+def test_facts_parse_recorded_tool_output(fact, output, value):
     assert fact().process(output) == value
 
 
@@ -126,7 +126,7 @@ def test_release_is_unproven_without_complete_evidence(path, value, reason):
     assert reason in host_status(document).unproven_reason("main", RELEASE)
 
 
-def test_release_is_unproven_if_tools_are_missing_or_different():
+def test_release_is_unproven_if_host_tools_are_missing_or_different():
     assert "tools" in Status().process([]).unproven_reason("main", RELEASE)
     other = Status().process(['{"schema_version": 2, "colour": "red"}'])
     assert other.installed

@@ -95,7 +95,7 @@ def test_prompt_file_is_relative_to_the_callers_folder(host, engine, serve, monk
         run_check(host, "--record", "other.txt")
 
 
-def test_recording_is_greedy_private_and_not_replaced_by_a_comparison(host, engine, serve, capsys):
+def test_answers_are_recorded_greedily_in_a_private_file(host, engine, serve, capsys):
     engine.steps = {p: [("yes", SURE)] for p in compare.check_prompts(serve(OLD))}
     assert run_check(host, "--record") == 0
     settings = {(body["temperature"], body["top_logprobs"]) for body in engine.requests}
@@ -109,7 +109,7 @@ def test_recording_is_greedy_private_and_not_replaced_by_a_comparison(host, engi
     assert path.read_bytes() == before
 
 
-def test_missing_recording_names_the_record_command(host, engine, serve):
+def test_error_for_a_missing_recording_shows_the_record_command(host, engine, serve):
     serve(NEW)
     with pytest.raises(
         HostToolError, match=r"run `spark-check --record \[FILE\]` while main-0123456789ab runs"
@@ -141,7 +141,7 @@ def test_rejects_invalid_prompt_files(tmp_path, content):
         compare.read_prompts(path)
 
 
-def test_unlisted_tokens_diverge():
+def test_tokens_missing_from_a_distribution_increase_the_divergence():
     sure = {"yes": math.log(0.99)}
     assert compare.divergence(sure, {"no": math.log(0.99), "yes": math.log(0.01)}) > 4
     assert compare.divergence({"yes": 0.0}, {"no": 0.0}) > 10

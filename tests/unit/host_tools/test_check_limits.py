@@ -25,7 +25,7 @@ def test_fails_if_engine_is_not_ready_before_timeout(host, fault):
     assert "not ready after 1 s" in failed(result)["ready"]
 
 
-def test_progress_shows_phase_but_no_engine_output(host, monkeypatch):
+def test_check_progress_shows_the_phase_without_engine_output(host, monkeypatch):
     monkeypatch.setattr(runner, "_PROGRESS_INTERVAL_S", 0.2)
     monkeypatch.setattr(runner, "_PHASE_INTERVAL_S", 0.0)
     release = host.release(timeouts__start_s=1.5)
@@ -77,7 +77,7 @@ def unproven_reason(host, run, versions):
     return boot.unproven_reason(stored_proof(host, release), release.digest, run, versions)
 
 
-def test_proof_is_bound_to_result_run_and_versions(host):
+def test_proof_is_valid_only_for_its_result_run_and_versions(host):
     release = host.serving()
     now = check(host, release, "quick").versions
     assert unproven_reason(host, "run-1", now) == "only the quick check was run"
@@ -129,7 +129,7 @@ files.write_text(Path(sys.argv[1]), "the next content" * 20)
 
 
 @pytest.mark.slow
-def test_full_disk_keeps_the_previous_file(tmp_path):
+def test_failed_write_on_a_full_disk_keeps_the_previous_file(tmp_path):
     path = tmp_path / "good.json"
     files.write_text(path, "the previous content")
 
@@ -180,7 +180,7 @@ def test_full_disk_removes_an_invalid_proof(host):
         (ConnectionResetError(errno.ECONNRESET, "reset by peer"), "spark-host status: reset by"),
     ],
 )
-def test_os_error_is_a_single_line(error, message, monkeypatch, capsys):
+def test_os_errors_are_reported_on_one_line(error, message, monkeypatch, capsys):
     def fail(*_):
         raise error
 

@@ -83,7 +83,7 @@ def test_member_address_determines_the_rank(tmp_path, address, rank):
         (WORKER, [(WORKER, 40000, HEAD, PORT + 2, "01")], ["spark-1"]),
     ],
 )
-def test_joined_members_have_a_connection_to_the_head(tmp_path, address, connections, missing):
+def test_members_with_a_connection_to_the_head_have_joined(tmp_path, address, connections, missing):
     paths = write_tables(tmp_path, address, *connections)
     members = cluster.missing_members(cluster_release(), paths)
     assert [member.host for member in members] == missing
@@ -133,7 +133,7 @@ def rules(firewall, program):
     return [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
 
 
-def test_only_members_and_loopback_are_accepted(firewall):
+def test_cluster_firewall_accepts_only_members_and_loopback(firewall):
     cluster.fence(["up", "any"], Paths(firewall))
     jump = f"INPUT -p tcp --dport {PORT}:{PORT + 1} -j {CHAIN}"
     removed = [f"-D {jump}", f"-F {CHAIN}", f"-X {CHAIN}"]
@@ -148,13 +148,13 @@ def test_only_members_and_loopback_are_accepted(firewall):
     assert len(CHAIN) < 29, "the kernel's limit"
 
 
-def test_down_removes_the_chain_and_ignores_missing_rules(firewall):
+def test_firewall_removal_ignores_missing_rules(firewall):
     (firewall / "refuses").write_text("-")
     cluster.fence(["down", "any"], Paths(firewall))
     assert [rule.split()[0] for rule in rules(firewall, "iptables")] == ["-D", "-F", "-X"]
 
 
-def test_no_firewall_without_cluster(firewall, monkeypatch):
+def test_single_host_gets_no_cluster_firewall(firewall, monkeypatch):
     release = dataclasses.replace(cluster_release(), cluster=None)
     monkeypatch.setattr(cluster, "load_release", lambda name, paths: release)
     cluster.fence(["up", "any"], Paths(firewall))
@@ -208,7 +208,7 @@ def stop():
     [(LOCAL_HEAD, "spark-2 left the cluster"), (LOCAL_WORKER, "spark-1 left the cluster")],
 )
 @pytest.mark.parametrize("at_first", [True, False])
-def test_member_that_leaves_stops_the_engine(tmp_path, stop, address, lost, at_first):
+def test_engine_stops_if_a_cluster_member_leaves(tmp_path, stop, address, lost, at_first):
     pair = Pair(tmp_path, address)
     watch = ClusterWatch(pair.release, pair.joined(not at_first))
     watch.begin(stop)
@@ -219,7 +219,7 @@ def test_member_that_leaves_stops_the_engine(tmp_path, stop, address, lost, at_f
     wait_until(lambda: watch.lost == lost, "the loss is noticed")
 
 
-def test_reset_waits_for_members_again(tmp_path, stop):
+def test_restart_of_the_watch_waits_for_members_again(tmp_path, stop):
     pair = Pair(tmp_path)
     watch = ClusterWatch(pair.release, pair.joined(False))
     watch.reset()
@@ -228,7 +228,7 @@ def test_reset_waits_for_members_again(tmp_path, stop):
     assert watch.lost is None
 
 
-def test_silent_member_stops_the_engine(tmp_path, stop, monkeypatch):
+def test_engine_stops_if_a_cluster_member_does_not_respond(tmp_path, stop, monkeypatch):
     monkeypatch.setattr(watchdog, "_SILENCE_LIMIT_S", 0.3)
     connects = True
     monkeypatch.setattr(cluster, "responds", lambda *_, **__: connects)
@@ -242,7 +242,7 @@ def test_silent_member_stops_the_engine(tmp_path, stop, monkeypatch):
     assert str(watch.lost).startswith("spark-2 has not responded on the fabric for")
 
 
-def test_losing_the_fabric_address_stops_the_engine(tmp_path, stop):
+def test_engine_stops_if_the_fabric_address_is_lost(tmp_path, stop):
     pair = Pair(tmp_path)
     watch = ClusterWatch(pair.release, pair.joined())
     watch.begin(stop)
@@ -252,7 +252,7 @@ def test_losing_the_fabric_address_stops_the_engine(tmp_path, stop):
     assert "this host has 0 of the members" in str(watch.lost)
 
 
-def test_member_that_refuses_a_connection_is_not_silent(tmp_path):
+def test_member_that_refuses_connections_counts_as_responding(tmp_path):
     pair = Pair(tmp_path)
     watch = ClusterWatch(pair.release, pair.joined())
     assert watch._find_unresponsive() is None
@@ -288,7 +288,7 @@ def test_worker_fails_when_its_head_leaves(tmp_path):
     assert (finding.ok, finding.detail) == (False, "spark-1 left the cluster")
 
 
-def test_worker_waits_for_its_head_once_per_run(tmp_path):
+def test_worker_waits_for_its_head_once_per_engine_run(tmp_path):
     pair = Pair(tmp_path, LOCAL_WORKER, join_s=0.2)
     pair.joined()
     assert pair.check("quick", at_start=True).ok
@@ -298,7 +298,7 @@ def test_worker_waits_for_its_head_once_per_run(tmp_path):
 
 
 @pytest.mark.parametrize("joined", [True, False])
-def test_start_without_members_resets_the_start_limit(tmp_path, systemctl_calls, joined):
+def test_start_that_waits_for_members_resets_the_start_limit(tmp_path, systemctl_calls, joined):
     pair = Pair(tmp_path, LOCAL_WORKER, join_s=0.2)
     pair.joined(joined)
     result = pair.check("quick", at_start=True)

@@ -57,7 +57,7 @@ def content(folder):
 FULL = ["nv", "nv/kernel"]
 
 
-def test_candidate_writes_only_to_its_copy(caches):
+def test_candidate_writes_only_to_its_copy_of_the_cache(caches):
     old = caches.make_proven()
     new = caches.prepare(CANDIDATE)
     assert content(new) == FULL
@@ -84,7 +84,9 @@ WRONG = Finding("arithmetic", False, "", 0.0)
         ("0", (ANSWERED, WRONG), True),
     ],
 )
-def test_rejected_candidate_gets_a_new_copy(caches, monkeypatch, checked_run, checks, keeps):
+def test_rejected_candidate_gets_a_new_copy_of_the_cache(
+    caches, monkeypatch, checked_run, checks, keeps
+):
     caches.make_proven()
     monkeypatch.setenv("INVOCATION_ID", "1")
     (caches.prepare(CANDIDATE) / "nv/kernel").write_text("torn")
@@ -108,7 +110,9 @@ def test_rejected_candidate_gets_a_new_copy(caches, monkeypatch, checked_run, ch
         (False, PROVEN, KEY, "590.10"),
     ],
 )
-def test_other_or_unproven_cache_is_not_used(caches, monkeypatch, proven, name, key, driver):
+def test_incompatible_or_unproven_compile_cache_is_not_copied(
+    caches, monkeypatch, proven, name, key, driver
+):
     if proven:
         caches.make_proven()
     else:
@@ -120,7 +124,7 @@ def test_other_or_unproven_cache_is_not_used(caches, monkeypatch, proven, name, 
     assert new.stat().st_uid == NOBODY.pw_uid
 
 
-def test_only_the_start_with_an_empty_cache_compiles(caches, monkeypatch):
+def test_only_starts_with_an_empty_cache_are_marked_as_compiling(caches, monkeypatch):
     def compiles(name, run):
         monkeypatch.setenv("INVOCATION_ID", run)
         caches.prepare(name)
@@ -191,7 +195,7 @@ def test_hostile_cache_content_does_not_block_a_start(
     assert folders.remove_tree(new.parent)
 
 
-def test_interrupted_copy_is_repeated(caches, monkeypatch):
+def test_interrupted_copy_of_the_cache_is_repeated(caches, monkeypatch):
     caches.make_proven()
 
     def interrupt(_, target):
@@ -208,7 +212,7 @@ def test_interrupted_copy_is_repeated(caches, monkeypatch):
 
 
 @pytest.mark.parametrize("failure", ["copy", "disk space", "state file", "removal"])
-def test_any_failure_starts_with_an_empty_cache(caches, monkeypatch, failure):
+def test_engine_starts_with_an_empty_cache_after_any_copy_failure(caches, monkeypatch, failure):
     caches.make_proven()
     caches.prepare(CANDIDATE)
     caches.host.paths.compile_cache(CANDIDATE).unlink()
@@ -233,7 +237,7 @@ def test_cache_of_another_account_is_not_used(caches):
     assert content(caches.prepare(PROVEN)) == []
 
 
-def test_rejects_link_at_the_cache_folder(caches, tmp_path):
+def test_rejects_a_symlink_in_place_of_the_cache_folder(caches, tmp_path):
     (tmp_path / "outside").mkdir()
     (caches.host.paths.root / "srv/cache").mkdir(parents=True)
     (caches.host.paths.root / "srv/cache" / KEY).symlink_to(tmp_path / "outside")
@@ -251,7 +255,7 @@ def test_hanging_coreutils_are_killed(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_empties_the_engine_socket_folder_with_any_content(tmp_path):
+def test_engine_socket_folder_is_emptied_whatever_it_contains(tmp_path):
     outside, folder = tmp_path / "outside", tmp_path / "folder"
     for path in (outside, folder):
         path.mkdir()

@@ -107,7 +107,7 @@ FAULTS: dict[str, tuple[Callable[[ServingHost], Any], str, str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_each_problem_is_reported(serving, fault):
+def test_daily_check_reports_each_problem(serving, fault):
     cause, where, message = FAULTS[fault]
     cause(serving)
     problems = serving.inspect()
@@ -116,7 +116,7 @@ def test_each_problem_is_reported(serving, fault):
 
 
 @pytest.mark.parametrize("content", [b"", bytes(4096), b'{"schema_version": 1, "at'])
-def test_each_damaged_document_is_reported(serving, content):
+def test_daily_check_reports_each_damaged_document(serving, content):
     paths = serving.host.paths
     roots = (paths.below("/etc/spark"), paths.state)
     documents = [path for root in roots for path in root.rglob("*.json")]
@@ -130,7 +130,7 @@ def test_each_damaged_document_is_reported(serving, content):
         path.write_bytes(before)
 
 
-def test_a_failing_inspection_does_not_hide_others(serving):
+def test_failing_inspection_does_not_hide_other_problems(serving):
     serving.clock_synchronised = "no"
     broken = serving.host.paths.state / "good/folder.json"
     broken.mkdir(parents=True)
@@ -151,7 +151,7 @@ def test_status_includes_daily_problems(serving):
     assert result.problems == (stored,)
 
 
-def test_inspects_a_host_without_releases(host):
+def test_daily_check_runs_on_a_host_without_releases(host):
     assert isinstance(daily.inspect_host(system.Host(host.paths)), DailyReport)
 
 
@@ -218,7 +218,7 @@ def test_healthy_checkpoints_are_read_once_in_14_days(tmp_path):
     assert 28 <= parts <= 28 + HASH_DAYS // 2
 
 
-def test_lost_file_is_reported_and_other_trees_are_ignored(tmp_path):
+def test_missing_checkpoint_file_is_reported_and_foreign_folders_are_ignored(tmp_path):
     tree = write_tree(tmp_path / "tree")
     assert hash_next([tmp_path / "none", tmp_path], 3) == ({}, 3)
     (tree / "a.bin").unlink()

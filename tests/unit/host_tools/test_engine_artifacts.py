@@ -83,7 +83,7 @@ def test_unchanged_checkpoint_is_not_hashed(host, checkpoint):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", [flip_byte, replace_file])
-def test_rejects_a_changed_byte(host, checkpoint, damage):
+def test_start_rejects_a_checkpoint_with_a_changed_byte(host, checkpoint, damage):
     damage(checkpoint / SHARD)
     for _ in range(2):
         with pytest.raises(HostToolError) as refused:
@@ -93,13 +93,13 @@ def test_rejects_a_changed_byte(host, checkpoint, damage):
         assert "move the directory away and run the deploy again" in refused.value.fix
 
 
-def test_missing_file_is_named(host, checkpoint):
+def test_error_for_a_missing_checkpoint_file_names_the_file(host, checkpoint):
     (checkpoint / SMALL).unlink()
     with pytest.raises(HostToolError, match=r"config\.json: is missing"):
         verify(host, checkpoint)
 
 
-def test_touched_files_are_hashed_once(host, checkpoint):
+def test_touched_checkpoint_files_are_hashed_once(host, checkpoint):
     before = json.loads((checkpoint / "receipt.json").read_text())
     os.utime(checkpoint / SHARD)
     replace_file(checkpoint / SMALL, damaged=False)
@@ -113,7 +113,7 @@ def test_touched_files_are_hashed_once(host, checkpoint):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("keys", [("inode",), ("inode", "modified_ns")])
-def test_receipt_without_stats_is_completed_by_hashing(host, checkpoint, keys):
+def test_receipt_without_file_stats_is_completed_by_hashing(host, checkpoint, keys):
     remove_stats(checkpoint, *keys)
     assert len(verify(host, checkpoint)) == 1
     assert verify(host, checkpoint) == []
@@ -123,7 +123,7 @@ def test_receipt_without_stats_is_completed_by_hashing(host, checkpoint, keys):
         verify(host, checkpoint)
 
 
-def test_rollout_verifies_before_the_old_engine_stops(host, checkpoint, monkeypatch):
+def test_rollout_verifies_the_checkpoint_before_the_old_engine_stops(host, checkpoint, monkeypatch):
     monkeypatch.setattr(serve, "check_artifacts", lambda _: None)
     release = release_of(host, checkpoint)
     assert serve.find_problem(release, host.paths) is None
@@ -132,7 +132,7 @@ def test_rollout_verifies_before_the_old_engine_stops(host, checkpoint, monkeypa
     assert "has sha256" in problem.what
 
 
-def test_start_verifies_after_removing_the_container(host, checkpoint, monkeypatch):
+def test_start_verifies_the_checkpoint_after_removing_the_container(host, checkpoint, monkeypatch):
     order: list[str] = []
     monkeypatch.setattr(serve.docker, "is_up", lambda: True)
     monkeypatch.setattr(serve.docker, "remove_container", lambda _: order.append("container"))
@@ -168,7 +168,7 @@ def test_container_runs_as_numeric_user(host):
     assert option < argv.index("spark-vllm:stub")
 
 
-def test_missing_account_names_the_fix(host):
+def test_error_for_a_missing_account_states_the_fix(host):
     release = host.release(engine__user="spark-absent")
     with pytest.raises(HostToolError, match=r"spark-absent[\s\S]*systemd-sysusers"):
         container.docker_argv(release, host.paths)

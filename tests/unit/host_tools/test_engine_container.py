@@ -64,9 +64,7 @@ def test_docker_client_does_not_get_engine_variables(host, client):
     assert "quotes" not in argv
 
 
-def test_container_gets_variables_from_a_root_only_file_removed_after_the_stop(
-    host, client, monkeypatch
-):
+def test_container_variables_come_from_a_temporary_root_only_file(host, client, monkeypatch):
     run_engine(host, client)
     file = client.parent.parent / "env-file"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600

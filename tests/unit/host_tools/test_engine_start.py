@@ -40,7 +40,7 @@ def test_multiline_template_is_a_single_argument(host):
     assert container.docker_argv(release, host.paths)[-1] == template
 
 
-def test_start_needs_the_gpu_proof(host, monkeypatch):
+def test_engine_does_not_start_without_a_passed_gpu_check(host, monkeypatch):
     monkeypatch.setattr(docker, "is_up", lambda: True)
     host.release()
     host.paths.gpu_receipt.unlink()
@@ -50,7 +50,7 @@ def test_start_needs_the_gpu_proof(host, monkeypatch):
 
 
 @pytest.mark.parametrize("verb", [serve.prepare, serve.run], ids=["prepare", "run"])
-def test_second_engine_is_rejected(host, monkeypatch, verb):
+def test_second_running_engine_is_rejected(host, monkeypatch, verb):
     started: list[str] = []
     monkeypatch.setattr(serve.os, "execvpe", lambda program, *_: started.append(program))
     host.release()
@@ -66,7 +66,7 @@ def test_second_engine_is_rejected(host, monkeypatch, verb):
     assert started == []
 
 
-def test_missing_gateway_account_is_a_problem(host):
+def test_missing_gateway_account_is_reported(host):
     nginx = host.paths.root / "usr/sbin/nginx"
     nginx.parent.mkdir(parents=True)
     nginx.touch(0o755)
@@ -77,7 +77,7 @@ def test_missing_gateway_account_is_a_problem(host):
     assert str(gateway.find_problem(release, host.paths)).startswith(message)
 
 
-def test_traffic_closes_before_the_container_is_removed(host, monkeypatch):
+def test_gateway_closes_before_the_container_is_removed(host, monkeypatch):
     release = host.release()
     files.write_text(host.paths.traffic(release.service), "open\n")
     open_at_removal: list[bool] = []
@@ -148,13 +148,13 @@ def test_second_start_waits_for_the_first(turns):
         (CHAT, ("activating", "start-pre")),
     ],
 )
-def test_only_the_start_of_another_release_blocks(turns, name, state):
+def test_start_does_not_wait_for_itself_or_for_idle_releases(turns, name, state):
     turns.systemd.states = [state]
     turns.wait(name)
     assert turns.reports == []
 
 
-def test_waiting_for_a_start_is_limited(turns):
+def test_wait_for_another_start_is_limited(turns):
     turns.systemd.states = [("activating", "start")]
     start_s = turns.wait(EMBED).timeouts.start_s
     assert turns.reports[-1] == f"phase=turn no longer waiting for the start of {CHAT}"
@@ -222,7 +222,9 @@ MEMORY, CONTAINER = "20.0 GiB available, 80.0 GiB needed", "spark-main-x still e
     ],
     ids=["enough", "memory", "container", "memory after the container", "other service"],
 )  # fmt: skip
-def test_waits_for_containers_and_memory(waiting, available_gib, containers, changes, obstacles):
+def test_start_waits_for_old_containers_and_free_memory(
+    waiting, available_gib, containers, changes, obstacles
+):
     waiting.set_available(available_gib)
     waiting.containers = containers
     for name, value in changes.items():
@@ -239,14 +241,14 @@ def test_waits_for_containers_and_memory(waiting, available_gib, containers, cha
         (["spark-main-x"], CONTAINER, "run `docker rm -f spark-main-x"),
     ],
 )
-def test_timeout_error_names_the_obstacle(waiting, containers, obstacle, fix):
+def test_start_timeout_error_names_the_obstacle(waiting, containers, obstacle, fix):
     waiting.set_available(20)
     waiting.containers = containers
     with pytest.raises(HostToolError, match=rf"{obstacle} after [0-9]+ s; fix: {fix}"):
         waiting.wait(wait_s=0.1)
 
 
-def test_kexec_reserve_is_not_available(waiting):
+def test_memory_reserved_for_kexec_does_not_count_as_available(waiting):
     waiting.meminfo.write_text(
         "MemTotal: 125000000 kB\nMemAvailable: 90000000 kB\nCmaTotal: 0 kB\nCmaFree: 9000000 kB\n"
     )

@@ -130,7 +130,7 @@ def test_removes_an_unconfirmed_trial(trial):
             run(trial, verb)
 
 
-def test_lock_file_is_private(trial):
+def test_lock_file_of_the_network_trial_is_private(trial):
     # A user who can read the file could lock it and prevent the restore.
     assert (trial.paths.run / "fabric.lock").stat().st_mode & 0o777 == 0o600
 
@@ -171,7 +171,7 @@ def test_removes_a_rejected_netplan_file(host):
     assert "apply" not in host.log()
 
 
-def test_restore_removes_the_network_and_keeps_a_copy(trial):
+def test_restore_removes_the_netplan_file_and_keeps_a_copy(trial):
     run(trial, "confirm")
     with pytest.raises(HostToolError, match="already exists"):
         run(trial, "try")
@@ -191,7 +191,7 @@ def test_restore_repairs_other_interfaces(trial):
     assert "ip -4 route replace default via 10.0.0.1 dev eth0 proto static" in trial.log()
 
 
-def test_restores_static_ipv6_but_no_advertised_route(host):
+def test_restores_static_ipv6_routes_but_not_advertised_routes(host):
     static = {"local": "fd00::5", "prefixlen": 64}
     temporary = {"local": "fd00::abcd", "prefixlen": 64, "temporary": True}
     host.write_others(IPV4, static, temporary, {})
@@ -218,12 +218,12 @@ def test_waits_for_addresses_that_return(trial, monkeypatch, words):
     assert "address replace" not in trial.log()
 
 
-def test_settled_ignores_an_address_that_stays_missing(trial):
+def test_network_is_settled_if_an_address_stays_missing(trial):
     trial.write_others()
     run(trial, "settled")
 
 
-def test_does_not_replace_a_new_lease(trial):
+def test_restore_keeps_a_new_dhcp_lease(trial):
     trial.write_others({"local": "10.0.0.77", "prefixlen": 24})
     run(trial, "restore", "--unconfirmed")
     assert "dev eth0" not in trial.log()
@@ -254,7 +254,7 @@ def listening(speed_request):
     assert not thread.is_alive()
 
 
-def test_sends_exactly_as_many_bytes_as_the_request_on_stdin_allows(speed_request, monkeypatch):
+def test_speed_test_sends_exactly_the_requested_bytes(speed_request, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO(to_json(speed_request)))
     with listening(speed_request):
         result = fabric.measure_speed(["send"], Paths("/"))
@@ -265,7 +265,7 @@ def test_sends_exactly_as_many_bytes_as_the_request_on_stdin_allows(speed_reques
         fabric.measure_speed(["send", TOKEN], Paths("/"))
 
 
-def test_stalled_receiver_ends_at_the_time_limit(speed_request):
+def test_speed_test_of_a_stalled_receiver_ends_at_the_time_limit(speed_request):
     slow = dataclasses.replace(speed_request, max_bytes=10**9, max_s=0.5)
     streams = []
 
@@ -284,7 +284,7 @@ def test_stalled_receiver_ends_at_the_time_limit(speed_request):
     assert result.took_s < 30
 
 
-def test_wrong_token_is_rejected(speed_request):
+def test_speed_test_rejects_a_wrong_token(speed_request):
     with listening(speed_request):
         with connect_when_listening(speed_request.port) as stranger:
             stranger.sendall(b"x" * len(TOKEN))
@@ -292,7 +292,7 @@ def test_wrong_token_is_rejected(speed_request):
         assert fabric.send(speed_request).arrived_bytes == speed_request.max_bytes
 
 
-def test_trickling_stranger_does_not_end_the_measurement(speed_request):
+def test_slow_unauthenticated_client_does_not_end_the_measurement(speed_request):
     def trickle(stranger):
         with stranger, suppress(OSError):
             for _ in TOKEN:
@@ -307,7 +307,7 @@ def test_trickling_stranger_does_not_end_the_measurement(speed_request):
         assert fabric.send(speed_request).arrived_bytes == speed_request.max_bytes
 
 
-def test_listens_only_on_the_fabric_address(speed_request):
+def test_speed_test_listens_only_on_the_fabric_address(speed_request):
     with listening(speed_request):
         connect_when_listening(speed_request.port).close()
         with pytest.raises(ConnectionRefusedError):
@@ -315,7 +315,7 @@ def test_listens_only_on_the_fabric_address(speed_request):
         fabric.send(speed_request)
 
 
-def test_listener_times_out(speed_request, monkeypatch):
+def test_speed_test_listener_times_out(speed_request, monkeypatch):
     monkeypatch.setattr(fabric, "_CONNECT_TIMEOUT_S", 0.2)
     with pytest.raises(HostToolError, match="0 of 4 connections"):
         fabric.listen(speed_request)
@@ -325,7 +325,9 @@ def test_listener_times_out(speed_request, monkeypatch):
     ("interface", "message"),
     [("lo", r"lo to 127.0.0.1:\d+.*no connection.*firewall"), ("fab7", "No such device")],
 )
-def test_reports_a_missing_listener_or_interface(speed_request, monkeypatch, interface, message):
+def test_speed_test_reports_a_missing_listener_or_interface(
+    speed_request, monkeypatch, interface, message
+):
     monkeypatch.setattr(fabric, "_CONNECT_TIMEOUT_S", 0.2)
     with pytest.raises(HostToolError, match=message):
         fabric.send(dataclasses.replace(speed_request, interface=interface))

@@ -36,7 +36,7 @@ def written(host):
         ("low", 0.05, False, False),
     ],
 )
-def test_detects_low_and_fragmented_memory(name, needed_gib, low, fragmented):
+def test_distinguishes_low_memory_from_fragmented_memory(name, needed_gib, low, fragmented):
     blocks = parse_buddyinfo(SAMPLES[name], 4096)
     assert blocks.is_low(int(needed_gib * GIB)) == low
     assert blocks.is_fragmented == fragmented
@@ -50,7 +50,7 @@ def test_detects_low_and_fragmented_memory(name, needed_gib, low, fragmented):
         (4096, "9 0 0 0 0 0 0 0 0 0 2", 32 << 20, 8 << 20),
     ],
 )
-def test_pages_and_orders(page_bytes, counts, min_block_bytes, free_bytes):
+def test_parses_free_memory_blocks_by_size(page_bytes, counts, min_block_bytes, free_bytes):
     blocks = parse_buddyinfo(f"Node 0, zone   Normal {counts} \n", page_bytes)
     assert blocks.free_bytes(min_block_bytes) == free_bytes
     assert parse_buddyinfo("", page_bytes) is None
@@ -59,7 +59,7 @@ def test_pages_and_orders(page_bytes, counts, min_block_bytes, free_bytes):
 @pytest.mark.parametrize(
     ("name", "expected"), [("healthy", ["", ""]), ("low", ["3", "1"]), ("fragmented", ["3", "1"])]
 )
-def test_start_defragments_only_if_blocks_are_missing(host, name, expected):
+def test_start_defragments_only_if_large_blocks_are_missing(host, name, expected):
     set_buddyinfo(host, name)
     memory.prepare_blocks(host.release(memory=NEEDED), print)
     assert written(host) == expected
@@ -81,7 +81,7 @@ def release_with_driver_failures(host, monkeypatch, count, **changes):
 
 
 @pytest.mark.parametrize(("name", "expected"), [("healthy", ["", ""]), ("low", ["3", "1"])])
-def test_blocks_are_kept_free_while_the_engine_loads(host, monkeypatch, name, expected):
+def test_large_blocks_are_kept_free_while_the_engine_loads(host, monkeypatch, name, expected):
     release = release_with_driver_failures(host, monkeypatch, 0)
     set_buddyinfo(host, name)
     host.start(release, STUB_LOAD_S="0.5")
@@ -90,7 +90,7 @@ def test_blocks_are_kept_free_while_the_engine_loads(host, monkeypatch, name, ex
 
 
 @pytest.mark.parametrize("helps", [True, False])
-def test_useless_defragmentation_is_repeated_less_often(host, monkeypatch, helps):
+def test_unsuccessful_defragmentation_is_repeated_less_often(host, monkeypatch, helps):
     calls: list[str] = []
 
     def read_free_blocks():
@@ -122,7 +122,7 @@ def test_useless_defragmentation_is_repeated_less_often(host, monkeypatch, helps
         ("healthy", 0, False, False),
     ],
 )
-def test_driver_failures_during_a_start(host, monkeypatch, name, failures, loads, fails):
+def test_driver_allocation_failures_fail_a_start(host, monkeypatch, name, failures, loads, fails):
     start_s = 20 if loads else 0.5
     release = release_with_driver_failures(host, monkeypatch, failures, timeouts__start_s=start_s)
     set_buddyinfo(host, name)
@@ -150,7 +150,7 @@ def watching_sensors(release, host, monkeypatch):
     thread.join()
 
 
-def test_watchdog_reports_fragmentation_once(host, monkeypatch):
+def test_watchdog_reports_fragmented_memory_once(host, monkeypatch):
     with watching_sensors(host.release(watch__interval_s=0.01), host, monkeypatch):
         time.sleep(0.1)
         assert read_events("main", host.paths) == ()

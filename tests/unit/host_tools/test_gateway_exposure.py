@@ -48,7 +48,7 @@ def curl(*options):
 
 
 @pytest.mark.slow
-def test_exposure_changes_keep_in_flight_responses(client):
+def test_changing_the_exposure_keeps_in_flight_responses(client):
     port, pid = client.settings.port, client.process.pid
     assert listening(client) == LOOPBACK
     answer = client.start_long_answer()
@@ -136,7 +136,7 @@ def tailnet_address(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif("[::1]" not in LOOPBACK, reason="needs IPv6")
-def test_binds_both_loopback_addresses(client):
+def test_gateway_listens_on_both_loopback_addresses(client):
     # Many clients try ::1 first: another listener there would receive their keys.
     with (
         socket.socket(socket.AF_INET6) as other,
@@ -164,14 +164,14 @@ def test_listens_on_a_changed_tailnet_address(client, tailnet_address):
     assert listening(client) == LOOPBACK
 
 
-def test_leaves_out_an_address_without_interface(host, tailnet_address):
+def test_gateway_skips_an_address_without_interface(host, tailnet_address):
     tailnet_address.write_text("100.101.102.103\n")
     wanted = listeners.planned_listeners(host.gateway(expose="tailscale"))
     assert {str(listener).rpartition(":")[0] for listener in wanted.listeners} == LOOPBACK
     assert "no interface of this host" in str(wanted.missing)
 
 
-def test_reports_a_bridge_without_address(host, monkeypatch):
+def test_gateway_reports_a_bridge_without_address(host, monkeypatch):
     monkeypatch.setattr(listeners, "_BRIDGE", "none0")
     assert "docker is running" in str(
         listeners.planned_listeners(host.gateway(expose="docker")).missing

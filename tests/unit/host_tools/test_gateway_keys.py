@@ -201,7 +201,7 @@ def test_counts_admitted_requests_and_bytes_per_key(js_host):
 
 
 @pytest.mark.parametrize("step", [1, 2, 3])
-def test_killed_usage_update_counts_each_request_once(host, monkeypatch, step):
+def test_usage_counts_each_request_once_after_a_killed_update(host, monkeypatch, step):
     log = host.paths.usage("main").with_suffix(".log")
     log.parent.mkdir(parents=True)
     log.write_bytes(b"anna 100 1000\nbob 7 8\n\0\0\0\n")
@@ -246,7 +246,7 @@ def test_balancer_counts_and_limits_a_request_once(js_host):
             client.engines["main"].may_answer.set()
 
 
-def test_limits_apply_to_clients_at_the_address_of_another_replica(js_host):
+def test_key_limits_apply_to_clients_on_the_address_of_another_replica(js_host):
     replicas = {"port": free_port(), "others": [f"127.0.0.1:{free_port()}"]}
     named = two_keys(max_requests_per_min=2)
     with recording_gateway(js_host, keys=named, replicas=replicas) as client:
@@ -266,7 +266,7 @@ def test_accepts_only_the_exact_key(client):
     assert status(CHAT, QUESTION, key=None, Authorization=key) == 401
 
 
-def test_gateway_verb_becomes_nginx(nginx_host):
+def test_gateway_command_replaces_itself_with_nginx(nginx_host):
     homes = f"PYTHONPATH={REPOSITORY}/files/host:{REPOSITORY}/files/contract"
     verb = [sys.executable, "-m", "spark_host", "gateway", "main"]
     command = ["env", homes, f"SPARK_ROOT={nginx_host.paths.root}", *verb]
@@ -275,7 +275,7 @@ def test_gateway_verb_becomes_nginx(nginx_host):
         assert "nginx" in Path(f"/proc/{client.process.pid}/comm").read_text()
 
 
-def test_key_is_neither_in_engine_argv_nor_in_readable_files(client):
+def test_key_is_not_in_engine_arguments_or_readable_files(client):
     client.status(CHAT, QUESTION)
     assert client.key not in client.host.log.read_text()
     assert client.key not in Path(f"/proc/{client.process.pid}/cmdline").read_text()
@@ -285,7 +285,7 @@ def test_key_is_neither_in_engine_argv_nor_in_readable_files(client):
 
 
 @pytest.mark.slow
-def test_closed_traffic_returns_503_and_keeps_in_flight_responses(client):
+def test_closed_gateway_returns_503_and_keeps_in_flight_responses(client):
     answer = client.start_long_answer()
     gateway.close_traffic("main", client.host.paths)
     with client.send(CHAT, QUESTION) as refused:
@@ -322,7 +322,9 @@ def test_streams_answers(client):
         (CHAT, {"filler": "x" * 5000}, OWN_KEY, 413, "invalid_request_error"),
     ],
 )
-def test_errors_fit_openai_and_anthropic_clients(client, path, body, key, status, kind):
+def test_gateway_errors_are_readable_by_openai_and_anthropic_clients(
+    client, path, body, key, status, kind
+):
     got_status, text = client.ask(path, body, key=key)
     error = json.loads(text)
     assert (got_status, error["error"]["code"]) == (status, status)

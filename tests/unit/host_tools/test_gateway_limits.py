@@ -56,7 +56,7 @@ def stored_bytes(client):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("balancer", [False, True], ids=["gateway", "balancer"])
-def test_does_not_store_a_body_without_a_key(nginx_host, balancer):
+def test_gateway_stores_no_body_of_requests_without_a_key(nginx_host, balancer):
     replicas = {"port": free_port(), "others": []} if balancer else None
     settings = {"max_body_bytes": 8 * MIB, "replicas": replicas}
     with recording_gateway(nginx_host, **settings) as client, ExitStack() as stack:
@@ -85,7 +85,7 @@ def test_health_accepts_only_get_without_body(nginx_host):
         assert client.received() == {"main": ["/health"]}
 
 
-def test_stores_large_bodies_on_disk(nginx_host):
+def test_gateway_stores_large_bodies_on_disk(nginx_host):
     with recording_gateway(nginx_host, max_body_bytes=8 * MIB) as client:
         with connect(client, request(COMPLETIONS, client.key, length=8 * MIB)) as connection:
             connection.sendall(b"x" * (8 * MIB - 1))
@@ -175,7 +175,7 @@ def test_idle_connections_do_not_block_clients(nginx_host, data):
 
 
 @pytest.mark.slow
-def test_cuts_an_endless_header(nginx_host):
+def test_gateway_rejects_an_endless_header(nginx_host):
     with recording_gateway(nginx_host) as client:
         connection = connect(client, b"GET /v1/models HTTP/1.1\r\n")
         start, number = time.monotonic(), 0

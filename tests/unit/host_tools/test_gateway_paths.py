@@ -157,7 +157,7 @@ def test_clients_that_offer_http2_get_an_answer(recorded):
     assert recorded.status("/v1/models", **headers) == 200
 
 
-def test_only_health_works_without_key(recorded):
+def test_only_the_health_path_works_without_a_key(recorded):
     targets = (
         *("/metrics/../health", "/metrics/%2e%2e/health", "/metrics//..//health", "//health"),
         *("/./health", "/%68ealth", "/tokenize/..%2fhealth", "/health?/../metrics"),

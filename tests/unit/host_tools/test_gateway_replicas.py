@@ -111,7 +111,7 @@ def test_prefers_the_least_busy_host(replicas):
     waiting.join()
 
 
-def test_closing_a_host_does_not_lose_requests(replicas):
+def test_closing_a_replica_does_not_lose_requests(replicas):
     replicas.close_own()
     assert replicas.answering_hosts(6) == ["other"] * 6
 
@@ -152,6 +152,6 @@ def test_counts_a_request_once_against_the_limits(replicas):
 
 
 @pytest.mark.slow
-def test_gateway_port_serves_locally(replicas):
+def test_gateway_of_a_replica_also_answers_with_its_own_engine(replicas):
     assert b"data: " in replicas.client.start_long_answer().read()
     assert replicas.other.requests == []

@@ -27,7 +27,7 @@ from tests.nginx import MODULE
 EMBEDDINGS = "/v1/embeddings"
 
 
-def test_model_name_chooses_the_engine(services):
+def test_model_name_selects_the_engine(services):
     engines = {"main-model": "main", "alias": "main", "embedder": "embed", "org/ranker": "rank"}
     for model, service in engines.items():
         for path in (CHAT, EMBEDDINGS, "/v1/rerank", "/v1/messages"):
@@ -35,7 +35,7 @@ def test_model_name_chooses_the_engine(services):
             assert services.received() == {service: [path]}
 
 
-def test_path_chooses_the_engine_without_model_name(services):
+def test_path_selects_the_engine_if_the_request_has_no_model_name(services):
     for body in ({}, {"model": None}, {"model": 3}, [], "model", {"a": {"model": "embedder"}}):
         assert services.status(CHAT, body) == 200
         assert services.received() == {"main": [CHAT]}
@@ -46,7 +46,7 @@ def test_path_chooses_the_engine_without_model_name(services):
     assert services.received() == {"main": [CHAT, CHAT]}
 
 
-def test_path_alone_chooses_the_engine_without_configured_names(nginx_host):
+def test_path_selects_the_engine_if_no_model_names_are_configured(nginx_host):
     body = {"model": "embedder"}
     with recording_gateway(nginx_host, ("main", "embed"), routes={EMBEDDINGS: "embed"}) as client:
         for path in (EMBEDDINGS, CHAT, "/v1/rerank"):
@@ -114,7 +114,7 @@ def test_closed_service_returns_503_and_others_answer(services):
     assert services.status(CHAT, {"model": "embedder"}) == 503
 
 
-def test_routes_older_release_by_the_names_it_serves(services):
+def test_older_release_is_routed_by_the_model_names_it_serves(services):
     open_service(services.host, "embed", "aaaaaaaaaaaa", names=["before"])
     assert services.status(CHAT, {"model": "before"}) == 200
     assert services.status(CHAT, {"model": "embedder"}) == 404
@@ -177,7 +177,7 @@ def test_model_list_covers_all_open_services(services):
 
 
 @pytest.mark.slow
-def test_streams_answers_chosen_by_name(js_host):
+def test_answers_selected_by_model_name_are_streamed(js_host):
     with recording(js_host.paths.engine_socket("embed")) as embed:
         embed_settings = js_host.paths.gateway_settings("embed")
         embed_settings.parent.mkdir(parents=True, exist_ok=True)
@@ -194,7 +194,7 @@ def test_streams_answers_chosen_by_name(js_host):
             assert client.status(CHAT, QUESTION) == 200
 
 
-def test_names_the_missing_nginx_module(nginx_host):
+def test_error_names_the_missing_nginx_module(nginx_host):
     (nginx_host.paths.root / "usr/lib/nginx/modules" / MODULE).unlink()
     with pytest.raises(HostToolError, match="libnginx-mod-http-js"):
         nginx.render_config(nginx_host.gateway(names={"main": ["a"]}), nginx_host.paths)
@@ -305,14 +305,14 @@ def test_model_name_scanner_agrees_with_python(services):
     assert routed > 50
 
 
-def test_scanner_ignores_text_that_is_not_json(services):
+def test_model_name_scanner_ignores_text_that_is_not_json(services):
     for body in (b"\xff\xfe{", b"[" * 200_000, b'{"model"' * 20_000, b"\x00" * 200_000, b"}" * 9):
         assert services.status(CHAT, body) == 200
         assert services.received() == {"main": [CHAT]}
 
 
 @pytest.mark.slow
-def test_scanner_memory_is_constant(services):
+def test_memory_of_the_model_name_scanner_is_constant(services):
     def worker_bytes():
         master = services.process.pid
         pids = Path(f"/proc/{master}/task/{master}/children").read_text().split()

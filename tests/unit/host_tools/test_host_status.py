@@ -42,14 +42,14 @@ def read_status(host, monkeypatch):
     return read
 
 
-def test_status_of_an_empty_host(read_status):
+def test_status_of_a_host_without_releases_is_readable(read_status):
     host_status = read_status()
     assert host_status.report.releases == ()
     assert (host_status.report.services, host_status.report.live) == ({}, None)
     assert host_status.report.memory.total_bytes > host_status.report.memory.available_bytes > 0
 
 
-def test_status_of_a_release_and_its_proof(host, read_status):
+def test_status_reports_when_a_release_is_proven_or_unproven(host, read_status):
     release = host.release()
     never = read_status().release(RELEASE)
     assert (never.active, never.restarts, never.proof) == ("active", 2, None)
@@ -84,7 +84,7 @@ def test_status_reports_a_running_rollout(host, read_status):
     assert read_status(ActiveState="inactive", Job="0").rollout("main") is None
 
 
-def test_status_of_a_service_with_rollback_and_events(host, read_status):
+def test_status_reports_rollback_and_events_of_a_service(host, read_status):
     release, here = host.release(), host.here
     here.disk.write(here.paths.known_good("main"), KnownGoodReleases(RELEASE, (OTHER,), "then"))
     here.disk.write(here.paths.rollback("main"), RollbackRecord("done", OTHER, RELEASE, "then"))
@@ -156,7 +156,7 @@ def write(root, *files):
         "/run/systemd/transient/spark-serve@x.service",
     ],
 )
-def test_lists_files_that_change_our_units(tmp_path, file):
+def test_lists_files_that_override_managed_units(tmp_path, file):
     write(tmp_path, *OURS, *FOREIGN, file)
     assert unit_overrides(Paths(tmp_path)) == (file,)
 
@@ -168,7 +168,7 @@ def test_lists_masked_units(tmp_path, name):
     assert unit_overrides(Paths(tmp_path)) == (f"{ETC}/{name}",)
 
 
-def test_host_without_units_has_no_overrides(tmp_path):
+def test_host_without_managed_units_has_no_overrides(tmp_path):
     assert unit_overrides(Paths(tmp_path)) == ()
 
 
@@ -192,7 +192,7 @@ LOG = (Path(__file__).parents[2] / "fixtures/engine-start.log").read_text()
 GIB = 1 << 30
 
 
-def test_start_log_yields_kernels_times_and_sizes():
+def test_reads_kernels_times_and_sizes_from_the_start_log():
     messages = list(logs.start_messages(LOG.splitlines()))
     lines = logs.kernel_lines(messages)
     assert [line.split()[1] for line in lines] == [
@@ -210,7 +210,7 @@ def test_start_log_yields_kernels_times_and_sizes():
     assert logs.kv_cache_tokens(messages) == 652_465
 
 
-def test_reports_mapped_libraries(tmp_path):
+def test_evidence_lists_library_versions_loaded_by_the_engine(tmp_path):
     packages = tmp_path / "lib/python3.12/dist-packages"
     for name in ("flashinfer_python-0.7.2.post1", "torch-2.14.0+cu130", "requests-2.0"):
         (packages / f"{name}.dist-info").mkdir(parents=True)
@@ -254,12 +254,12 @@ def read_evidence(host, monkeypatch):
     return read
 
 
-def test_evidence_without_a_release(read_evidence):
+def test_evidence_of_a_host_without_release_is_empty(read_evidence):
     result = read_evidence()
     assert (result.engines, result.gpu_container) == ((), ())
 
 
-def test_evidence_includes_rollout_of_a_running_engine_without_log(host, read_evidence):
+def test_evidence_includes_the_rollout_if_the_engine_log_is_missing(host, read_evidence):
     host.serving()
     host.here.disk.write(
         host.paths.rollout(RELEASE),
@@ -272,7 +272,7 @@ def test_evidence_includes_rollout_of_a_running_engine_without_log(host, read_ev
     assert "CANARY" not in repr(engine)
 
 
-def test_firmware_excludes_serial_numbers(host):
+def test_firmware_evidence_excludes_serial_numbers(host):
     folder = host.paths.root / "sys/class/dmi/id"
     folder.mkdir(parents=True)
     for name, text in {

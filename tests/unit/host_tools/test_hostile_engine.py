@@ -116,7 +116,7 @@ def test_opening_traffic_does_not_follow_a_symlink_at_the_traffic_file(host, pre
 
 
 @root_only
-def test_leftovers_of_the_engine_do_not_block_a_start(host, prepared, secret):
+def test_files_left_by_the_engine_do_not_block_a_start(host, prepared, secret):
     mount = writable_mounts(host, prepared)[0]
     with as_engine():
         (mount / "engine.sock").mkdir()
@@ -198,7 +198,7 @@ def test_metrics_are_limited_in_bytes_and_time(host, name):
 
 
 @pytest.mark.parametrize("name", ENDLESS)
-def test_endless_stream_is_cut(host, name):
+def test_check_cuts_an_endless_response_stream(host, name):
     with answering(host, ENDLESS[name]) as engine:
         start = time.monotonic()
         with memory_limit(96 << 20), pytest.raises(EngineError):

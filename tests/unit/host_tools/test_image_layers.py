@@ -98,7 +98,7 @@ BUILT = (7, "build .\n")
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_pulls_from_local_blobs_then_builds(root, daemon, keep):
+def test_image_is_built_after_a_pull_from_local_blobs(root, daemon, keep):
     code, calls, _ = run(root, keep=keep)
     local, public = daemon.pulled
     assert local.startswith("127.0.0.1:")
@@ -108,14 +108,14 @@ def test_pulls_from_local_blobs_then_builds(root, daemon, keep):
     assert (root / "tree" / digest(LAYER)).exists() == keep
 
 
-def test_pulls_from_the_registry_without_blobs(root, daemon):
+def test_image_is_pulled_from_the_registry_without_local_blobs(root, daemon):
     *result, errors = run(root, fetches=False)
     assert (tuple(result), daemon.pulled) == (BUILT, [REFERENCE])
     assert "cannot be pulled from other hosts" in errors
     assert (root / "tree").exists()
 
 
-def test_missing_blob_falls_back_to_the_registry(root, daemon):
+def test_image_is_pulled_from_the_registry_if_a_local_blob_is_missing(root, daemon):
     (root / "tree" / digest(LAYER)).unlink()
     *result, errors = run(root, keep=True)
     assert (tuple(result), daemon.pulled[-1]) == (BUILT, REFERENCE)

@@ -43,7 +43,7 @@ def pull_error(stall_s=STALL_S):
     return str(error.value)
 
 
-def test_progress_sums_the_bytes_of_all_layers(daemon, capsys):
+def test_pull_progress_sums_the_bytes_of_all_layers(daemon, capsys):
     def download(answer, reference):
         answer.send(layer(A, "Pulling fs layer"), layer(B, "Pulling fs layer"))
         answer.send(layer("c" * 12, "Already exists"), layer(A, "Downloading", 10, 40))
@@ -125,7 +125,7 @@ def unpack_for(layers, seconds, *others):
             )
 
 
-def test_unpacking_is_limited():
+def test_unpacking_time_is_limited():
     layers = PullProgress(0.0, 300.0)
     layers.add_event(layer(A, "Download complete"), 1.0)
     unpack_for(layers, 4000)
@@ -140,7 +140,7 @@ def test_unpacking_does_not_hide_a_stall_in_a_different_layer():
     assert "layer bbbb" in str(layers.stall_message(399.0))
 
 
-def test_registry_error_is_a_single_short_line(daemon):
+def test_registry_errors_are_reported_on_one_short_line(daemon):
     reason = "received unexpected HTTP status: 503\n\x1b[2Jwait" + "!" * 5000
     event = {"errorDetail": {"message": reason}, "error": reason}
     daemon.script = lambda answer, _: answer.send(layer(A, "Downloading", 5, 50), event)
@@ -159,7 +159,7 @@ def test_registry_error_is_a_single_short_line(daemon):
         (200, b'{"status":"Downlo', True, "docker is not running, or aborted the pull"),
     ],
 )
-def test_incomplete_answer_is_an_error(daemon, status, data, aborts, message):
+def test_pull_fails_if_the_docker_response_is_incomplete(daemon, status, data, aborts, message):
     def answer_once(answer, _):
         answer.send_bytes(data)
         if aborts:
@@ -175,7 +175,7 @@ def test_missing_docker_daemon_is_an_error(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_cuts_overlong_lines(daemon, monkeypatch):
+def test_overlong_docker_messages_are_cut(daemon, monkeypatch):
     lengths, parse = [], image._parse_event
 
     def measured(line):

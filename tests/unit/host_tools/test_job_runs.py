@@ -203,7 +203,7 @@ def is_running(pid):
 @pytest.mark.slow
 @pytest.mark.parametrize("child", ["time.sleep(60)", "os._exit(0)"], ids=["stalled", "ended"])
 @pytest.mark.parametrize("grandchild", [IGNORES_TERM, "os.setsid()"], ids=["in group", "escaped"])
-def test_stall_timeout_ends_a_job_whose_grandchild_holds_the_output(
+def test_stall_timeout_ends_a_job_whose_grandchild_keeps_the_pipe_open(
     host, units, monkeypatch, child, grandchild
 ):
     monkeypatch.setattr(jobs, "_STALL_TIMEOUT_S", 2.0)
@@ -225,7 +225,7 @@ def test_missing_program_is_reported(host, units):
     assert "No such file" in poll(host)[0]["log_tail"][0]
 
 
-def test_next_run_removes_temporary_files(host):
+def test_next_job_run_removes_temporary_files(host):
     write_job(host, "raise SystemExit(1)")
     folder = host.paths.job(D12)
     stale = {".progress.1460", ".tail.1460", "progress", "tail"}
@@ -246,7 +246,7 @@ def test_reads_progress_lines(host, units):
     }  # fmt: skip
 
 
-def test_interrupted_job_has_failed(host, units):
+def test_interrupted_job_is_reported_as_failed(host, units):
     write_job(host, "pass")
     assert poll(host)[0]["state"] == "waiting"
     interrupted = JobRun("running", None, "2026-01-01T00:00:00Z")
@@ -300,7 +300,7 @@ def write_removal(host, script):
     return checkpoint
 
 
-def test_removal_is_done_when_the_folder_is_gone(host, units):
+def test_removal_job_is_done_if_the_folder_is_missing(host, units):
     checkpoint = write_removal(host, "pass")
     assert jobs.run(D12, host.paths) == 5
     write_removal(host, f"import os; os.rmdir({str(checkpoint)!r})")
@@ -315,7 +315,7 @@ def test_keeps_the_checkpoint_of_a_release(host, units):
     assert checkpoint.exists()
 
 
-def test_full_disk_keeps_the_original_error(host, units, monkeypatch, capfd):
+def test_full_disk_does_not_hide_the_error_of_a_job(host, units, monkeypatch, capfd):
     write_job(host, "print('phase=fetch bytes=1'); print('error: the disk is full'); exit(4)")
     write_text = files.write_text
 

@@ -63,7 +63,7 @@ def test_other_model_starts_after_in_flight_requests_finish(start):
         assert host.here.disk.read(Stopped, host.here.paths.stopped("first")).on_request
 
 
-def test_stream_gets_comments_while_it_waits(start):
+def test_streaming_request_gets_comments_while_the_model_starts(start):
     with start() as host:
         host.units.load_s = 1.0
         status, text = host.chat("model-1", LONG, stream=True)
@@ -91,7 +91,7 @@ def test_failed_start_returns_to_the_previous_model(start):
         assert host.units.starts == ["first", "second", "first"]
 
 
-def test_requests_end_with_an_error_after_their_limit(start):
+def test_waiting_requests_fail_after_their_time_limit(start):
     with start(wait_s=0.5, stream_wait_s=0.5) as host:
         host.units.load_s = 3.0
         host.relay.switch.took_s["first"] = 20.0
@@ -148,7 +148,7 @@ def test_disconnected_client_ends_its_response(start):
         wait_until(lambda: engine.metrics().unfinished == 0, "the engine is idle", seconds=15)
 
 
-def test_large_request_gets_its_stream_without_being_parsed(start, monkeypatch):
+def test_large_streaming_request_is_answered_without_being_parsed(start, monkeypatch):
     monkeypatch.setattr(relay, "_MAX_PARSED_BYTES", 1000)
     with start() as host:
         host.units.load_s = 1.0
@@ -170,7 +170,7 @@ def test_too_many_requests_are_rejected(start, monkeypatch, limit, value):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_engine_that_replaces_its_socket_ends_the_request_with_an_error(start, stream):
+def test_request_fails_if_the_engine_replaces_its_socket(start, stream):
     with start() as host:
         start_unit, address = host.units.start, host.here.paths.engine_socket("first")
 
@@ -184,7 +184,7 @@ def test_engine_that_replaces_its_socket_ends_the_request_with_an_error(start, s
         assert (status, '"code": 503' in text) == (200 if stream else 503, True)
 
 
-def test_service_without_its_group_does_not_stop_the_others(start, monkeypatch):
+def test_service_with_a_missing_account_does_not_stop_other_services(start, monkeypatch):
     with start() as host:
         logged = []
         monkeypatch.setattr(relay, "log", logged.append)
@@ -201,7 +201,7 @@ def test_socket_of_a_service_lists_its_models(start):
         assert waiting.get("/v1/models/model-2").status == 404
 
 
-def test_unresponsive_engine_is_not_idle(start):
+def test_unresponsive_engine_does_not_count_as_idle(start):
     with start() as host:
         used = host.here.paths.last_use("first")
         # A round notes a use if the counters changed since the last round.
@@ -237,7 +237,7 @@ def test_rejected_request_ends_the_stream_with_the_reason(start):
         assert json.loads(event[1].removeprefix("data: "))["error"]["code"] == 503
 
 
-def test_stops_after_the_idle_limit(start):
+def test_on_request_service_stops_after_the_idle_limit(start):
     with start() as host:
         change_settings(host, "first", on_request={"first": 1})
         assert host.chat("model-1", LONG)[0] == 200
@@ -261,7 +261,7 @@ def test_serves_again_if_an_earlier_process_was_killed_while_it_drained(start):
         assert host.units.starts == ["first"]
 
 
-def test_stops_the_service_that_is_idle_longest(start):
+def test_memory_is_freed_by_the_service_that_is_idle_longest(start):
     with start() as host:
         add_service(host.client.host, "third", needed_gib=20)
         for name in ("first", "third"):

@@ -84,7 +84,7 @@ def test_follows_symbolic_links_only_to_the_models_folder(peer):
 
 
 @pytest.mark.parametrize("key", [None, "", "wrong", KEY[:-1], f"{KEY}x", KEY.upper()])
-def test_needs_the_key(peer, key):
+def test_peer_server_requires_the_key(peer, key):
     for path in (f"/{BUILT}/files/file", f"/{FETCHED}/progress", "/"):
         assert peer.ask(path, key)[0] == 401
 
@@ -97,12 +97,12 @@ def test_needs_the_key(peer, key):
         f"/{BUILT}/files/", f"/{'c' * 64}/files/file",
     ],
 )  # fmt: skip
-def test_does_not_serve_any_other_file(peer, path):
+def test_peer_server_serves_no_other_file(peer, path):
     assert peer.ask(path)[0] in (400, 404)
 
 
 @pytest.mark.parametrize("method", ["PUT", "POST", "DELETE", "MKCOL"])
-def test_is_read_only(peer, method):
+def test_peer_server_rejects_writes(peer, method):
     assert peer.ask(f"/{BUILT}/files/file", method=method)[0] == 405
     assert peer.ask(f"/{BUILT}/files/file") == (200, b"built")
 

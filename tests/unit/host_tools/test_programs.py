@@ -55,7 +55,7 @@ def late(host, monkeypatch):
         yield late
 
 
-def test_waits_for_a_late_answer(late):
+def test_waits_for_programs_that_answer_late(late):
     late.docker_delays_s = [0.8]
     late.program("nvidia-smi", 0.4, prints="580.142")
     late.program("nvidia-ctk", 0.4, prints="version 1.19.0")
@@ -65,7 +65,7 @@ def test_waits_for_a_late_answer(late):
     }  # fmt: skip
 
 
-def test_unanswered_version_is_unknown(late):
+def test_version_of_an_unresponsive_program_is_unknown(late):
     before = versions.read()
     late.docker_delays_s = [0.8, 0.8]
     late.program("nvidia-smi", 0.8, 0.8, prints="580.142")
@@ -82,7 +82,7 @@ def test_unanswered_version_is_unknown(late):
     ]  # fmt: skip
 
 
-def test_missing_version_is_a_change(late, monkeypatch):
+def test_removed_program_counts_as_a_version_change(late, monkeypatch):
     before = versions.read()
     monkeypatch.setenv("SPARK_DOCKER_SOCKET", str(late.folder / "absent"))
     (late.folder / "nvidia-ctk").unlink()
@@ -91,7 +91,7 @@ def test_missing_version_is_a_change(late, monkeypatch):
     ]  # fmt: skip
 
 
-def test_image_job_is_unknown_if_docker_is_silent(host, late, monkeypatch):
+def test_image_job_state_is_unknown_if_docker_does_not_respond(host, late, monkeypatch):
     digest12 = "0123456789ab"
     proof = {"image": "spark-vllm:x", "label": "e" * 64}
     job = job_data(digest12, proof, kind="image-build")
@@ -136,7 +136,7 @@ def test_python_programs_do_not_inherit_our_variables(tmp_path, monkeypatch):
         ("No", "run `journalctl -u x.service`"),
     ],
 )
-def test_failed_change_of_a_unit_names_the_fix(tmp_path, monkeypatch, message, fix):
+def test_error_of_a_failed_unit_change_states_the_fix(tmp_path, monkeypatch, message, fix):
     write_program(tmp_path / "systemctl", f"echo {message} >&2; exit 1")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(HostToolError) as refused:
@@ -145,7 +145,7 @@ def test_failed_change_of_a_unit_names_the_fix(tmp_path, monkeypatch, message, f
 
 
 @pytest.mark.parametrize("argv", [("no-such-program",), ("false",), ("sleep", "5")])
-def test_absent_failed_and_hanging_programs_have_no_output(monkeypatch, argv):
+def test_missing_failed_and_hanging_programs_give_no_output(monkeypatch, argv):
     monkeypatch.setattr(programs, "_TIMEOUT_S", 0.3)
     assert programs.read_output(*argv) is None
 
@@ -178,7 +178,7 @@ def test_stuck_program_does_not_block_and_is_not_restarted(monkeypatch):
     assert programs.read_output("sleep", "0") == ""
 
 
-def test_systemd_timeout_is_not_an_empty_answer(tmp_path, monkeypatch):
+def test_systemd_timeout_is_not_read_as_an_empty_answer(tmp_path, monkeypatch):
     for name in ("systemctl", "journalctl"):
         write_program(tmp_path / name, "exec sleep 30")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")

@@ -20,7 +20,7 @@ def checkpoints(machine):
     return add_generations(machine)
 
 
-def test_removes_only_unneeded_files(machine, checkpoints):
+def test_prune_removes_only_unneeded_files(machine, checkpoints):
     plan = machine.plan()
     assert names(plan, "release") == [A, B]
     assert names(plan, "tree") == [f"model-{'a' * 12}", f"model-{'b' * 12}"]
@@ -46,7 +46,7 @@ def test_prunes_on_a_full_disk(machine, checkpoints, monkeypatch):
 
 
 @pytest.mark.usefixtures("checkpoints")
-def test_reported_bytes_match_the_freed_space(machine):
+def test_prune_reports_the_bytes_that_it_frees(machine):
     reported, before = machine.plan().bytes, machine.used_bytes()
     machine.prune()
     directories = 3 * 4096
@@ -54,14 +54,14 @@ def test_reported_bytes_match_the_freed_space(machine):
     assert reported > 3 * 64 * 1024
 
 
-def test_removing_a_linked_file_does_not_free_space(machine, checkpoints):
+def test_prune_counts_no_bytes_for_hard_linked_files(machine, checkpoints):
     os.link(checkpoints["a"] / "weights", machine.paths.root / "users-own")
     sizes = {Path(item.name).name: item.bytes for item in machine.plan().items}
     assert sizes[f"model-{'a' * 12}"] <= 8192 < sizes[f"model-{'b' * 12}"]
 
 
 @pytest.mark.usefixtures("checkpoints")
-def test_removes_a_damaged_rollback_target(machine):
+def test_prune_removes_a_damaged_rollback_target(machine):
     assert C in machine.plan(1).kept
     machine.paths.release(C).write_bytes(b"")
     assert names(machine.prune(1), "release") == [A, C]
@@ -69,7 +69,7 @@ def test_removes_a_damaged_rollback_target(machine):
     assert machine.plan(1).kept == {D: "serving", B: "rollback target"}
 
 
-def test_keeps_planned_releases_and_files(machine, checkpoints):
+def test_prune_keeps_planned_releases_and_files(machine, checkpoints):
     machine.image("spark-vllm:ready", "l9", size=50)
     folders = [machine.on_host(checkpoints["a"])]
     plan = machine.plan(0, releases=[B], folders=folders, images=["spark-vllm:ready"])
@@ -80,7 +80,7 @@ def test_keeps_planned_releases_and_files(machine, checkpoints):
 
 
 @pytest.mark.usefixtures("checkpoints")
-def test_keeps_a_serving_or_stopped_release(machine):
+def test_prune_keeps_serving_and_stopped_releases(machine):
     files.remove(machine.paths.known_good("main"))
     machine.units.clear()
     machine.units[f"spark-serve@{A}.service"] = {"ActiveState": "active"}
@@ -92,7 +92,7 @@ def test_keeps_a_serving_or_stopped_release(machine):
 
 
 @pytest.mark.usefixtures("checkpoints")
-def test_keeps_unmanaged_files(machine):
+def test_prune_keeps_unmanaged_files(machine):
     unmanaged = [
         machine.folder("models", "my-finetune"),
         machine.folder("models", "looks-like-ours-0123456789ab"),
@@ -136,7 +136,7 @@ def test_removes_a_cache_with_its_last_release(machine):
     assert (other / A / "nv").is_dir()
 
 
-def test_unreadable_state_and_a_running_rollout_stop_the_prune(machine, checkpoints):
+def test_prune_stops_at_unreadable_state_or_a_running_rollout(machine, checkpoints):
     for request_text in ("{}", "[]", "nonsense", '{"releases_kept": "many"}'):
         with pytest.raises(DocumentError):
             prune.main([request_text], machine.paths)
@@ -148,7 +148,7 @@ def test_unreadable_state_and_a_running_rollout_stop_the_prune(machine, checkpoi
     assert all(path.is_dir() for path in checkpoints.values())
 
 
-def test_removes_old_tools_unless_linked_or_running(machine):
+def test_prune_removes_old_host_tools_unless_linked_or_running(machine):
     tools = machine.paths.tools
     old, current, running, site, unmanaged, old_site = folders = [
         tools / name
@@ -186,7 +186,7 @@ def test_removed_image_frees_only_unshared_layers(machine):
 
 
 @pytest.mark.usefixtures("checkpoints")
-def test_keeps_the_base_of_a_kept_image(machine):
+def test_prune_keeps_the_base_of_a_kept_image(machine):
     machine.image(BASE, "l1", size=100, label=None)
     proof = {"image": "spark-vllm:one", "label": "f" * 64}
     machine.job("0" * 12, proof, kind="image-build", base=BASE)
@@ -210,7 +210,7 @@ def test_removes_only_untagged_images_that_our_job_pulled(machine):
 
 @pytest.mark.usefixtures("checkpoints")
 @pytest.mark.parametrize("name", [".model-{}.partial", "model-{}.damaged", ".model-{}.pruned"])
-def test_removes_unfinished_folders(machine, name):
+def test_prune_removes_unfinished_folders(machine, name):
     unfinished = machine.folder("models", name.format("9" * 12))
     assert unfinished.name in names(machine.plan(), "tree")
     machine.prune()
@@ -219,7 +219,7 @@ def test_removes_unfinished_folders(machine, name):
 
 @pytest.mark.usefixtures("checkpoints")
 @pytest.mark.parametrize("running", [True, False], ids=["running", "continues at next boot"])
-def test_keeps_results_of_unfinished_jobs(machine, running):
+def test_prune_keeps_results_of_unfinished_jobs(machine, running):
     growing = machine.folder("models", f".model-{'9' * 12}.partial")
     source = machine.source("org--third-cccccccccccc")
     checkpoint = machine.paths.root / "srv/models" / f"model-{'9' * 12}"

@@ -118,19 +118,19 @@ def run_with_faults(name, faults):
             run_story(story, {number: fault})
 
 
-def test_new_release_recovers_from_a_kill_or_failure_at_every_call():
+def test_rollout_of_a_new_release_survives_a_fault_at_every_call():
     run_with_faults("new release", ("kill after", "cut after", "fail"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STORIES)
-def test_recovers_from_a_fault_at_every_call(name):
+def test_rollout_survives_a_fault_at_every_call(name):
     run_with_faults(name, FAULTS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["first release", "new release", "rollback"])
-def test_recovers_from_two_kills_at_every_call(name):
+def test_rollout_survives_two_kills_at_every_call(name):
     story = STORIES[name]
     calls = run_story(story, {}).calls_of_first
     for number in range(1, calls + 1):
@@ -147,7 +147,7 @@ def test_recovers_from_two_kills_at_every_call(name):
 )
 @example(STORIES["new release"], {40: "fail", 48: "fail", 78: "kill after"}, [A])
 @example(STORIES["same release again"], {64: "fail", 77: "fail", 120: "fail"}, [B, A])
-def test_any_history_ends_with_a_proven_release(story, faults, then):
+def test_any_sequence_of_rollouts_and_faults_ends_with_a_proven_release(story, faults, then):
     run_story(story, faults, then)
 
 
@@ -210,7 +210,7 @@ def test_failed_rollback_reports_both_reasons(sim):
 
 
 @pytest.mark.parametrize("phase", ["stop", "start"])
-def test_log_tail_is_not_from_an_earlier_run(sim, phase):
+def test_reported_log_tail_never_shows_an_earlier_run(sim, phase):
     if phase == "start":
         sim.broken[B] = "dies"
     result = deploy(sim, B, stop=["fail"] if phase == "stop" else [])
@@ -239,7 +239,7 @@ def test_known_good_record_survives_clock_steps(sim):
     assert (sim.known_good(), sim.enabled()) == (A, [A])
 
 
-def test_unstoppable_candidate_never_gets_traffic(sim):
+def test_candidate_that_cannot_be_stopped_never_gets_traffic(sim):
     result = deploy(sim, B, enable=["fail"], stop=["", "fail"])
     assert result.state == "rollback-failed"
     assert (list(sim.engines), sim.open_to) == ([B], None)
@@ -275,7 +275,7 @@ def test_rollout_succeeds_even_if_its_record_cannot_be_written(sim):
 
 
 @pytest.mark.parametrize(("phase", "ok"), [("start", False), ("stop", True)])
-def test_failed_candidate_loses_only_its_own_proof(sim, phase, ok):
+def test_failed_candidate_does_not_invalidate_other_proofs(sim, phase, ok):
     host = sim.host()
     record = Record(release_of(A), host)
     record.data = replace(record.data, started_at="999999999", failed_phase=phase, reason="it died")
@@ -343,7 +343,7 @@ def test_warnings_are_reported_after_a_rollout():
 
 
 @pytest.mark.parametrize("call", [None, "stop", "disable"])
-def test_retired_service_neither_runs_nor_boots(sim, call):
+def test_retired_service_is_stopped_and_disabled_at_boot(sim, call):
     if call:
         sim.faults_at = {call: ["fail"]}
         with pytest.raises(HostToolError):

@@ -39,7 +39,7 @@ def write_record(sim, **values):
     sim.documents[sim.paths.rollout(A)] = replace(data, **{"state": "switched", **values})
 
 
-def test_begin_removes_the_previous_record(sim):
+def test_new_rollout_removes_the_previous_record(sim):
     write_record(sim)
     begun = begin(sim)
     assert sim.paths.rollout(A) not in sim.documents
@@ -52,7 +52,7 @@ def test_begin_removes_the_previous_record(sim):
     "stale",
     [{"release": B}, {"request": "older"}, {"request": None}, {"invocation_id": "earlier run"}],
 )
-def test_stale_record_is_ignored(sim, stale):
+def test_record_of_an_earlier_rollout_is_ignored(sim, stale):
     begun = begin(sim)
     run_unit(sim)
     write_record(sim)
@@ -72,7 +72,7 @@ def test_stale_record_is_ignored(sim, stale):
         ),
     ],
 )
-def test_unit_without_record_is_a_failure(sim, run, reason):
+def test_rollout_that_wrote_no_record_has_failed(sim, run, reason):
     begun = begin(sim)
     write_record(sim, request="older")
     unit = sim.unit(SWITCH.unit(A))
@@ -88,7 +88,7 @@ def test_queued_rollout_has_not_failed(sim):
     assert poll(sim, begun).state == "none"
 
 
-def test_begin_joins_a_running_rollout(sim):
+def test_repeated_request_joins_the_running_rollout(sim):
     first = begin(sim)
     run_unit(sim)
     write_record(sim, state="running")
@@ -125,7 +125,7 @@ def test_rollout_runs_only_with_active_unit_and_without_finished_record(sim):
 
 
 @pytest.mark.parametrize("other", [{"invocation_id": "earlier run"}, {"boot_id": "boot-0"}])
-def test_only_the_same_run_recovers_a_rollout(sim, other):
+def test_rollout_is_recovered_only_by_the_run_that_started_it(sim, other):
     write_record(sim, state="running", phase="start", **other)
     sim.calls = 0
     assert rollout.recover(A, sim.host(RUN)) == 0
@@ -133,7 +133,7 @@ def test_only_the_same_run_recovers_a_rollout(sim, other):
     assert sim.calls == 0
 
 
-def test_unit_that_cannot_start_is_an_error(sim):
+def test_error_is_raised_if_the_rollout_unit_cannot_start(sim):
     sim.faults_at = {"begin": ["fail"]}
     with pytest.raises(HostToolError, match=f"systemctl start {SWITCH.unit(A)}: did not answer"):
         begin(sim)
@@ -190,7 +190,7 @@ def test_stopped_service_is_not_rolled_back(sim):
     assert "stopped on purpose" in refusal(sim)
 
 
-def test_second_rollback_does_not_toggle(sim):
+def test_second_rollback_does_not_return_to_the_first_release(sim):
     make_good(sim, A, B)
     boot.record_rollback("main", A, sim.host())
     make_good(sim, A)
@@ -226,7 +226,7 @@ def test_dry_rollback_changes_nothing(sim, capsys):
 TIMER = SCHEDULED_START_TIMER.unit("main")
 
 
-def test_second_stop_keeps_the_first_author(sim):
+def test_second_stop_keeps_the_name_of_the_first_user(sim):
     make_good(sim, A)
     boot.stop_service("main", "ann@desk", sim.host())
     first = sim.documents[sim.paths.stopped("main")]
@@ -248,7 +248,7 @@ def test_timed_stop_ends_and_removes_its_timer(sim):
     assert TIMER not in sim.links
 
 
-def test_power_cut_during_a_timed_stop_does_not_make_it_permanent(sim):
+def test_timed_stop_still_ends_after_a_power_cut(sim):
     make_good(sim, A)
     sim.history.clear()
     boot.stop_service("main", "ann", sim.host(), 60)

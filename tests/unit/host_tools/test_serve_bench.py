@@ -95,7 +95,7 @@ def test_only_slowdowns_beyond_noise_are_reported(key, before, now, worse):
         ({"release": NEW}, {}, [f"`spark-host rollback main` to serve {OLD} again"]),
     ],
 )  # fmt: skip
-def test_each_changed_part_has_a_revert_hint(changes, parts, hints):
+def test_every_changed_package_gets_a_revert_hint(changes, parts, hints):
     before: dict[str, Any] = {
         "release": OLD,
         "versions": {"kernel": "6.14", "driver": "580.126", "docker": "28.5.1", "toolkit": "1.18"},
@@ -152,14 +152,14 @@ def test_new_image_is_compared_with_the_previous_release(host, monkeypatch):
     assert boot.read_earlier_bench(other_profile, host.here) is None
 
 
-def test_packages_are_in_apt_format(monkeypatch):
+def test_package_versions_are_printed_in_apt_format(monkeypatch):
     monkeypatch.setattr(versions, "_PROGRAMS", {"shell": "dpkg", "none": "no-such-program"})
     packages = versions.read_packages()
     assert list(packages) == ["shell"]
     assert packages["shell"].startswith("dpkg=1")
 
 
-def test_failed_measurement_keeps_the_rollout(host, monkeypatch):
+def test_failed_speed_measurement_does_not_fail_the_rollout(host, monkeypatch):
     release = serve_with_bench(host)
     assert "the speed was not measured" in measure(host, release, monkeypatch, dies=True).bench[0]
     assert stored_proof(host, release).ok

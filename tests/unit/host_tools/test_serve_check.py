@@ -65,14 +65,14 @@ def leave_out(monkeypatch, *names):
     monkeypatch.setattr(runner, "CHECKS", kept)
 
 
-def test_every_check_has_a_fault_that_fails_it():
+def test_every_server_check_has_a_fault_that_fails_it():
     violated = {name for _, name, _ in [*VIOLATIONS, *DOUBTS]}
     assert violated | SEPARATE_TESTS | OTHER_TASKS == {"ready", *ALL_CHECKS, "same run"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("fault", "violated", "message"), VIOLATIONS)
-def test_each_fault_fails_its_check(host, monkeypatch, fault, violated, message):
+def test_each_engine_fault_fails_its_check(host, monkeypatch, fault, violated, message):
     similar = {
         "wrong-arithmetic": {"conversation", "parallel", "repeat"},
         "stream-cut": {"parallel", "stream"},
@@ -87,9 +87,7 @@ def test_each_fault_fails_its_check(host, monkeypatch, fault, violated, message)
 
 
 @pytest.mark.parametrize(("fault", "doubted", "message"), DOUBTS)
-def test_doubtful_results_of_a_healthy_server_are_only_warnings(
-    host, monkeypatch, fault, doubted, message
-):
+def test_doubtful_check_results_are_only_warnings(host, monkeypatch, fault, doubted, message):
     leave_out(monkeypatch, *{"unsteady": ("conversation",)}.get(fault, ()))
     changes = {} if doubted == "prefix reuse" else {"check__prefix": None}
     release = host.serving(fault, check__questions=EXACT, **changes)
@@ -144,7 +142,7 @@ def test_engine_that_crashes_during_the_check_fails_without_warnings(host):
     assert "stopped responding" in failed(result)["health"]
 
 
-def test_page_lists_every_check_with_level_and_severity():
+def test_reference_page_lists_every_check_with_level_and_severity():
     page = (REPOSITORY / "docs/reference/checks.md").read_text()
     lines = page.partition("\n## Faults")[0].splitlines()
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if "| `" in line]
@@ -188,7 +186,7 @@ def test_restart_during_the_check_fails_it(host, monkeypatch):
     assert result.invocation_id == "run-1", "the proof must not cover the next run"
 
 
-def test_prefix_check_needs_more_than_a_cache_block(host, monkeypatch):
+def test_prefix_check_fails_if_a_cache_block_exceeds_its_prompt(host, monkeypatch):
     monkeypatch.setattr(questions, "_FILLER_TOKENS", 100_000)
     release = host.serving(check__prefix={"block_tokens": 100})
     assert "a cache block has 100" in failed(check(host, release))["prefix reuse"]
@@ -224,7 +222,7 @@ def serve_with(host, plan, fault=""):
     ],
     ids=["embedding", "ranking", "classes", "completion"],
 )
-def test_healthy_model_passes_the_checks_of_its_task(host, plan, names, live):
+def test_healthy_model_of_any_task_passes_its_checks(host, plan, names, live):
     release = serve_with(host, plan)
     result = check(host, release)
     assert result.ok, result.failed
@@ -260,7 +258,7 @@ def test_fault_of_another_task_fails_its_check(host, monkeypatch, plan, fault, v
     assert message in failed(check(host, serve_with(host, plan, fault)))[violated]
 
 
-def test_longer_sounds_take_more_prompt_tokens(host):
+def test_sound_check_passes_if_longer_sounds_use_more_tokens(host):
     result = check(host, serve_with(host, AUDIO))
     assert result.ok, result.failed
     assert "sound" in {finding.name for finding in result.checks}

@@ -60,7 +60,7 @@ def start(host, load_s="60"):
 
 
 @pytest.mark.usefixtures("pidfd")
-def test_engine_below_the_floor_is_killed_while_it_loads(host, meminfo):
+def test_loading_engine_is_killed_if_free_memory_falls_below_the_floor(host, meminfo):
     release = start(host)
     lower_later(meminfo, 3.25)
     began = time.monotonic()
@@ -81,7 +81,7 @@ def test_engine_below_the_floor_is_killed_while_it_loads(host, meminfo):
 
 
 @pytest.mark.usefixtures("pidfd", "meminfo")
-def test_single_low_sample_is_only_recorded(host, monkeypatch):
+def test_single_low_memory_sample_is_only_recorded(host, monkeypatch):
     samples = iter([50, 3, 40])
     monkeypatch.setattr(start_guard, "available_bytes", lambda: next(samples, 45) * GIB)
 
@@ -94,7 +94,7 @@ def test_single_low_sample_is_only_recorded(host, monkeypatch):
     assert (memory.lowest_bytes, memory.floor_bytes) == (3 * GIB, FLOOR_BYTES)
 
 
-def test_very_short_check_has_a_memory_sample(host, monkeypatch):
+def test_very_short_check_still_samples_memory(host, monkeypatch):
     def read_slowly():
         time.sleep(0.3)
         return 50 * GIB
@@ -158,7 +158,7 @@ def test_docker_kills_an_engine_that_the_guard_cannot(host, meminfo, monkeypatch
     assert kills == [("kill", release.container)]
 
 
-def test_unit_that_survives_its_engine_is_killed(host, meminfo, systemctl_calls, monkeypatch):
+def test_unit_is_killed_if_it_outlives_its_engine(host, meminfo, systemctl_calls, monkeypatch):
     failure = subprocess.CompletedProcess((), 1, "", "it hangs")
     monkeypatch.setattr(container, "open_process", lambda _: None)
     monkeypatch.setattr(docker, "client", lambda *_, timeout_s: failure)

@@ -30,7 +30,7 @@ ready (APIServer pid=1) INFO:     Application startup complete.
 LINES = [line.partition(" ")[::2] for line in LOG.splitlines()]
 
 
-def test_start_phases_advance_with_the_log_and_never_return(host):
+def test_start_phases_follow_the_log_and_never_go_back(host):
     phases, seen = StartPhases(host.release()), []
     for now_s, (expected, line) in enumerate(LINES):
         seen.append(line)
@@ -51,7 +51,9 @@ def test_ignores_unknown_log_lines_and_lines_after_startup(host):
 
 
 @pytest.mark.parametrize(("change_gb", "text"), [(-30, "30.0 of"), (5, "0.0 of"), (-99, "70.0 of")])
-def test_loading_progress_is_the_memory_used_since_the_start(host, monkeypatch, change_gb, text):
+def test_loading_progress_is_computed_from_memory_used_since_the_start(
+    host, monkeypatch, change_gb, text
+):
     available = [10**11, 10**11 + change_gb * 10**9]
     monkeypatch.setattr(logs, "available_bytes", lambda: available.pop(0))
     tree, gb = host.paths.root / "tree", 10**9
@@ -115,7 +117,7 @@ MEMORY = "ValueError: Free memory on device (3.22/4.0 GiB) on startup is less th
         ("\n".join(line for _, line in LINES), ""),
     ],
 )
-def test_finds_the_cause_of_a_failed_start(lines, message):
+def test_finds_the_cause_of_a_failed_start_in_the_log(lines, message):
     cause = logs.error_message(lines.splitlines())
     assert cause.startswith(message)
     assert bool(cause) == bool(message)

@@ -98,7 +98,7 @@ def test_does_not_list_packages_that_were_installed_before():
     assert packages.keys().isdisjoint({"jq", "libjq1"})
 
 
-def test_packages_that_the_owner_needs_stay(apt):
+def test_uninstall_keeps_packages_that_the_owner_needs(apt):
     apt.needs["theirs"] = ("jq",)
     apt.manual.add("theirs")
     packages = reasons_to_stay(earlier_host())
@@ -106,13 +106,13 @@ def test_packages_that_the_owner_needs_stay(apt):
     assert packages.keys().isdisjoint({"libjq1", "theirs"})
 
 
-def test_running_nginx_stays(apt, monkeypatch):
+def test_uninstall_keeps_a_running_nginx(apt, monkeypatch):
     monkeypatch.setattr(systemd, "state", lambda *words: {"UnitFileState": "enabled"})
     assert reasons_to_stay(earlier_host())["nginx-light"] == "nginx.service is in use"
 
 
 @pytest.mark.usefixtures("apt")
-def test_docker_stays_for_other_containers():
+def test_uninstall_keeps_docker_if_other_containers_exist():
     same = UnmanagedContainers(("db",), (), frozenset())
     assert same.keep_reasons(footprint(gpu_packages=("docker.io",)))["docker.io"].endswith(": db")
     packages = reasons_to_stay(earlier_host(), containers=("db",), engine=True)
@@ -121,7 +121,7 @@ def test_docker_stays_for_other_containers():
 
 
 @pytest.mark.usefixtures("apt")
-def test_packages_stay_without_a_baseline():
+def test_uninstall_keeps_packages_if_the_baseline_is_missing():
     packages = reasons_to_stay(None, engine=True)
     assert set(packages) == {"jq", "nginx-light", "docker.io"}
     assert all(packages.values())
@@ -152,7 +152,7 @@ def changed_files(before, root):
     ],
     ids=["byte for byte", "later keys"],
 )
-def test_restores_daemon_json(tmp_path, write_daemon_json, earlier, current, restored):
+def test_uninstall_restores_daemon_json(tmp_path, write_daemon_json, earlier, current, restored):
     path, before = write_daemon_json(**current), earlier_host(files={DAEMON_JSON: earlier})
     assert [(t.name, t.kept_because) for t in changed_files(before, tmp_path)] == [
         (DAEMON_JSON, "")
@@ -165,7 +165,9 @@ def test_restores_daemon_json(tmp_path, write_daemon_json, earlier, current, res
     assert changed_files(before, tmp_path) == []
 
 
-def test_daemon_json_without_baseline_needs_a_copy(tmp_path, write_daemon_json):
+def test_uninstall_restores_daemon_json_without_baseline_only_from_a_copy(
+    tmp_path, write_daemon_json
+):
     write_daemon_json()
     [thing] = changed_files(None, tmp_path)
     assert "is unknown" in thing.kept_because
@@ -192,7 +194,7 @@ def test_baseline_is_recorded_once(tmp_path, monkeypatch):
     assert baseline.read_baseline(old) is None
 
 
-def test_unmanaged_files_in_our_folders_stay(tmp_path):
+def test_uninstall_keeps_unmanaged_files_in_managed_folders(tmp_path):
     for name in ("etc/spark/conf", "etc/spark/releases", "usr/local/lib/spark/jars"):
         (tmp_path / name).mkdir(parents=True)
     for unit in ("spark-master.service", "spark-serve@.service"):
@@ -208,7 +210,7 @@ def test_unmanaged_files_in_our_folders_stay(tmp_path):
     }
 
 
-def test_removes_every_state_file(tmp_path):
+def test_uninstall_removes_every_state_file(tmp_path):
     paths = Paths(tmp_path)
     of_release = (paths.proof, paths.compile_cache, paths.answers, paths.rollout, paths.request)
     of_service = (paths.rollback, paths.known_good, paths.stopped, paths.events)
@@ -220,7 +222,7 @@ def test_removes_every_state_file(tmp_path):
     assert names_that_stay(paths) == ["theirs"]
 
 
-def test_keeps_the_state_of_the_network_while_its_addresses_are_set(tmp_path):
+def test_uninstall_keeps_network_state_while_addresses_are_set(tmp_path):
     paths = Paths(tmp_path)
     for path in (paths.below(NETPLAN_FILE), paths.state / "fabric/record.json"):
         path.parent.mkdir(parents=True)
@@ -241,7 +243,7 @@ def test_removes_every_version_of_the_tools(tmp_path, name):
     assert [thing.kept_because for thing in uninstall._tools_and_records(Paths(tmp_path))] == [""]
 
 
-def test_missing_folder_is_not_a_failure(tmp_path):
+def test_uninstall_accepts_a_missing_folder(tmp_path):
     missing, empty = tmp_path / "missing", tmp_path / "empty"
     empty.mkdir()
     things = [ManagedItem("directory", str(path)) for path in (missing, empty)]
@@ -249,7 +251,7 @@ def test_missing_folder_is_not_a_failure(tmp_path):
     assert not empty.exists()
 
 
-def test_manifest_lists_everything_we_created(machine, monkeypatch):
+def test_manifest_lists_every_managed_item(machine, monkeypatch):
     add_generations(machine)
     unmanaged = machine.folder("models", "my-finetune")
     earlier = machine.paths.root / f"srv/earlier/model-{'e' * 12}"

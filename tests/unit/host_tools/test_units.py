@@ -59,7 +59,7 @@ def limit_outlasts_all_starts(unit, service):
     return int(unit["StartLimitIntervalSec"]) > int(unit["StartLimitBurst"]) * longest_s
 
 
-def test_start_limit_can_trigger(releases):
+def test_start_limit_of_the_unit_can_be_reached(releases):
     service = section("spark-serve@.service", "Service")
     assert limit_outlasts_all_starts(section("spark-serve@.service", "Unit"), service)
     assert service["Restart"] == "always"

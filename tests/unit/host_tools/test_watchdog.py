@@ -61,7 +61,7 @@ def test_working_or_idle_engine_does_not_stall(detector, values):
         assert detector.add_metrics(sample(**metrics), now_s=i * 10.0) is None
 
 
-def test_response_resets_the_silence(detector):
+def test_response_restarts_the_stall_timeout(detector):
     for i in range(60):
         assert detector.add_timeout(now_s=i * 100.0) is None
         detector.reset_timeouts()
@@ -128,7 +128,7 @@ def test_silent_engine_stalls_after_the_limit(host, listener, kills, monkeypatch
     assert int(seconds[1]) >= host.release().watch.stall_s
 
 
-def test_systemd_handles_a_missing_engine(host, kills, monkeypatch):
+def test_watchdog_leaves_a_missing_engine_to_systemd(host, kills, monkeypatch):
     host.release(watch={"stall_s": 0, "interval_s": 0.001, "hot_celsius": None})
     run_watchdog(host, monkeypatch, max_samples=50)
     assert kills == []
@@ -181,7 +181,9 @@ def test_hanging_docker_does_not_stop_the_watchdog(host, systemctl_calls, monkey
 
 @pytest.mark.usefixtures("systemctl_calls")
 @pytest.mark.parametrize("disk", ["full", "hanging"])
-def test_unwritable_event_does_not_prevent_the_kill(host, engine, monkeypatch, capfd, disk):
+def test_watchdog_kills_the_engine_even_if_it_cannot_record_the_event(
+    host, engine, monkeypatch, capfd, disk
+):
     recovered = threading.Event()
 
     def write(path, text, mode=420):
@@ -208,7 +210,7 @@ def test_unwritable_event_does_not_prevent_the_kill(host, engine, monkeypatch, c
 @pytest.mark.parametrize(
     ("reason", "resets"), [("a member left", [("reset-failed", UNIT)]), ("too little memory", [])]
 )
-def test_only_a_lost_member_resets_the_start_limit(
+def test_start_limit_is_reset_only_after_a_lost_cluster_member(
     host, kills, systemctl_calls, monkeypatch, reason, resets
 ):
     host.release()
@@ -281,16 +283,16 @@ def alarms(host):
         ("", None),
     ],
 )
-def test_parses_numbers_or_none(text, reading):
+def test_sensor_values_are_parsed_as_numbers_or_none(text, reading):
     assert sensors.parse(text) == reading
 
 
-def test_no_sample_without_nvidia_smi(monkeypatch):
+def test_sensors_give_no_sample_without_nvidia_smi(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     assert sensors.read() is None
 
 
-def test_values_around_the_heat_limit_record_two_events(alarms):
+def test_temperature_around_the_limit_records_two_events(alarms):
     events = []
     for celsius in (85, 91, 93, 89, 91, 84):
         events += alarms.events(Reading(celsius, 2400, None, None))
@@ -298,7 +300,7 @@ def test_values_around_the_heat_limit_record_two_events(alarms):
     assert "the GPU is at 91 °C (limit 90 °C), clock 2400 MHz" in events[0][1]
 
 
-def test_stuck_power_supply_records_an_event(alarms):
+def test_low_power_at_high_load_records_one_event(alarms):
     events = [alarms.events(Reading(55, 850, 22.0, 99)) for _ in range(4)]
     assert [[kind for kind, _ in sample] for sample in events] == [[], [], ["power"], []]
     recovered = alarms.events(Reading(61, 2400, 70.0, 95))

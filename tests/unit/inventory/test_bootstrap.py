@@ -121,7 +121,7 @@ def test_fingerprint_matches_ssh_keygen():
     assert host_keys.fingerprint(key) == expected
 
 
-def test_prompts_once_for_all_hosts_that_need_a_password(tty, hosts):
+def test_one_prompt_covers_all_hosts_that_need_a_password(tty, hosts):
     data = tty.prepare(hosts)
     assert len(tty.prompts) == 1
     assert "spark-1, spark-2" in tty.prompts[0]
@@ -130,7 +130,7 @@ def test_prompts_once_for_all_hosts_that_need_a_password(tty, hosts):
     assert data["spark-1"]["_sudo"] is False
 
 
-def test_all_groups_in_a_command_share_the_password(tty, hosts):
+def test_inventory_groups_of_a_command_share_the_password(tty, hosts):
     def prompt():
         return groups._once_per_command("password", lambda: PasswordPrompt(tty.ask))
 
@@ -201,7 +201,7 @@ def test_never_sends_password_to_host_with_unconfirmed_key(hosts, monkeypatch, t
 
 
 @pytest.mark.usefixtures("no_tty")
-def test_records_host_keys_listed_in_a_file_and_rejects_others(hosts, tmp_path):
+def test_accepts_only_host_keys_listed_in_the_given_file(hosts, tmp_path):
     bootstrap.prepare(hosts, prompt=PasswordPrompt(), confirm=never)
     assert (tmp_path / "known_hosts").read_text().count("\n") == 3
     (tmp_path / "known_hosts").unlink()

@@ -74,7 +74,7 @@ def test_login_user_is_read_from_the_given_ssh_config(repository, tmp_path):
     ]  # fmt: skip
 
 
-def test_user_without_a_login_name_can_read_settings(repository, monkeypatch):
+def test_settings_are_readable_by_a_user_without_login_name(repository, monkeypatch):
     def refuse():
         raise KeyError("getpwuid(): uid not found: 1234")
 
@@ -134,7 +134,7 @@ def test_rejects_incompatible_model_and_profile_before_connecting(repository, po
 
 
 @pytest.mark.parametrize("name", ["rollback", "rotate_key", "unbootstrap", "uninstall"])
-def test_deploys_without_a_plan_accept_incompatible_model_and_profile(name):
+def test_deploys_that_need_no_plan_accept_incompatible_model_and_profile(name):
     arguments = {"operations": (str(CHECKOUT / f"deploys/{name}.py"),)}
     assert not command_line.must_serve(arguments)
 
@@ -169,7 +169,7 @@ def test_reports_missing_lab_in_one_line(repository, monkeypatch):
 
 
 @pytest.mark.slow
-def test_parses_data_as_pyinfra_does():
+def test_parses_data_options_as_pyinfra_does():
     texts = ["true", "False", "8", "-1", "1.5", '{"a": 1}', "null", "v2", "013", "", "a=b", "1_0"]
     # Importing pyinfra_cli patches the interpreter: not in this process.
     script = (
@@ -371,7 +371,7 @@ def test_config_py_accepts_hosts_and_modules(repository, inventory):
     assert done.returncode == 0, done.stderr
 
 
-def test_repeated_request_is_planned_once(monkeypatch):
+def test_equal_plan_requests_are_planned_once(monkeypatch):
     planned: list[Request] = []
     monkeypatch.setattr(
         host_names, "plan_host", lambda request: planned.append(request) or plan_host(request)

@@ -77,7 +77,7 @@ def test_bootstrap_changes_nothing_if_sudo_works_without_a_password(ordinary):
 
 
 @pytest.mark.parametrize("sudo", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_status_explains_missing_sudo_in_one_line(machine, sudo):
+def test_status_reports_missing_sudo_in_one_line(machine, sudo):
     if sudo:
         text = machine.repository.inventory.read_text().rstrip().removesuffix(")")
         machine.repository.write(

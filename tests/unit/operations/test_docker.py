@@ -118,7 +118,7 @@ def test_rejects_a_host_without_runtime_and_cdi():
         ("nvidia-smi--no-driver--01.txt", "lists no GPU"),
     ],
 )
-def test_explains_why_a_container_lacks_the_gpu(capture, cause):
+def test_error_explains_why_a_container_lacks_the_gpu(capture, cause):
     output = "\n".join(lines_of({"capture": capture}))
     problem = gpu.explain_gpu_error(output, "image@sha256:00")
     assert cause in problem.what

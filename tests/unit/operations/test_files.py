@@ -55,7 +55,7 @@ def test_one_command_reads_the_state_of_all_expected_files():
     assert host.queries == [(FIRST.path, SECOND.path, "/etc/none")]
 
 
-def test_file_states_are_read_again_after_a_command_and_for_unexpected_files():
+def test_file_states_are_read_again_after_a_command_or_for_a_new_file():
     host = Disk(FIRST)
     with on(host) as state:
         assert place(FIRST) == []
@@ -96,7 +96,7 @@ def test_file_with_different_mode_owner_or_content_is_outdated(drift):
     assert outdated_files([FIRST, other], {"/etc/b": right, FIRST.path: right}) == ()
 
 
-def test_archive_members_are_numbered_so_paths_cannot_inject_tar_options():
+def test_file_paths_cannot_inject_tar_options():
     files = [ManagedFile("../../etc/shadow", b"first"), ManagedFile("/b", b"second")]
     with tarfile.open(fileobj=io.BytesIO(base64.b64decode(pack_files(files)))) as tar:
         members = {name: tar.extractfile(name).read() for name in tar.getnames()}
@@ -193,7 +193,7 @@ def test_never_unpacks_bytes_that_differ_from_what_was_sent(tmp_path, received):
     assert os.listdir(home.parent) == ["site"]
 
 
-def test_no_operation_uses_pyinfras_predictable_temp_paths():
+def test_no_operation_uses_the_predictable_temp_paths_of_pyinfra():
     """With sudo pyinfra uploads through ``/tmp/pyinfra-HASH``, which any user can create."""
     uploads = {"FileUploadCommand", "put_file", "put", "template", "rsync", "sync", "script"}
     for room in ("spark_deploy/hosts", "roles", "deploys"):

@@ -54,7 +54,7 @@ def test_jobs_of_a_replaced_release_do_not_continue_at_boot():
     assert wait(host_with("done", (REPLACED,)), retire_others=False) == []
 
 
-def test_replaced_jobs_are_disabled_before_the_wait_and_finished_jobs_after_it():
+def test_replaced_jobs_are_disabled_before_waiting_and_finished_jobs_afterwards():
     retire, waiting, finish = wait(host_with("running", (TARGET, REPLACED)))
     assert REPLACED in retire
     assert waiting.startswith("_wait_until_done(")

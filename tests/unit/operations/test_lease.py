@@ -109,7 +109,7 @@ def test_lease_of_a_killed_run_on_the_same_controller_is_taken_over(path):
     assert path.read_text().startswith(this_run())
 
 
-def test_no_lease_is_acquired_in_a_dry_run_or_for_an_unchanged_host(path):
+def test_dry_runs_and_unchanged_hosts_acquire_no_lease(path):
     take(path, OTHER, "ben@laptop")
     assert run(local_host(), executing=False) == ["first", "second"]
     path.unlink()
@@ -135,7 +135,7 @@ def test_damaged_lease_expires_without_running_code(path, content):
     assert re.fullmatch(r"acquired|held a \d+ s \$\(id\)", take(path, OTHER, "ben@laptop"))
 
 
-def test_waiting_run_locks_the_new_file_after_the_lock_file_was_removed(path):
+def test_waiting_run_locks_the_new_file_if_the_lock_file_is_replaced(path):
     lock = Path(f"{path}.lock")
     script = ["sh", "-c", lease_script(str(path), OTHER, "ann@desk")]
     with lock.open("w") as removed:

@@ -87,7 +87,7 @@ def test_facts_are_read_again_after_a_lost_connection(host):
     assert host.fact_reads == 1
 
 
-def test_cached_fact_expires_after_its_ttl_or_any_command(host, monkeypatch):
+def test_cached_fact_expires_with_age_or_after_any_command(host, monkeypatch):
     prefetch()
     monkeypatch.setattr(facts, "MAX_AGE_S", -1)
     read(Output)

@@ -45,7 +45,7 @@ def test_rejects_checkpoints_that_cannot_be_built(settings, message):
     assert [message in str(problem) for problem in problems(**settings)] == [True]
 
 
-def test_layout_changes_checkpoint_and_keep_base_does_not():
+def test_checkpoint_depends_on_the_layout_but_not_on_keep_base():
     overlay, full, discarded = plan_of(), plan_of(**FULL), plan_of(**DISCARD)
     assert overlay.checkpoint.digest != full.checkpoint.digest
     assert discarded.checkpoint.digest == full.checkpoint.digest
@@ -177,7 +177,7 @@ def test_int4_checkpoint_is_made_from_16_bit_repository_in_engine_image():
     assert tuple(order["mtp_tensors"]) == build.mtp_tensors
 
 
-def test_profile_without_build_serves_int4_checkpoint():
+def test_profile_that_builds_nothing_serves_the_int4_checkpoint():
     plan = plan_of(profile="base", **INT4)
     assert plan.served_checkpoint.dir == plan.release.tree.path == plan.requantized.dir
     assert [work.job.kind for work in plan_jobs(plan, ())] == ["image-pull", "requantize"]

@@ -93,7 +93,7 @@ def test_each_rank_gets_its_index_interface_and_devices():
     ]  # fmt: skip
 
 
-def test_only_devices_with_the_gid_index_of_the_main_port_are_used():
+def test_cluster_uses_only_devices_with_the_gid_index_of_the_main_port():
     first, second, *others = cabled_ports(0, 11)
     ports = Ports((LAN, first, replace(second, gid_index=9), *others))
     up = [port for port in (first, second) if port.up]
@@ -199,14 +199,14 @@ def test_plan_without_host_facts_has_placeholder_addresses():
     assert "ADDRESS-OF-spark-1" in plan_on("spark-1", {}).release.cluster.members[1].argv
 
 
-def test_two_hosts_split_weights_and_hold_more_cache():
+def test_two_hosts_split_weights_and_have_more_cache():
     single, pair = plan_of("large").memory, plan_on("spark-1", FABRIC).memory
     assert 0.5 < pair.weights_bytes / single.weights_bytes < 0.55
     assert pair.kv_tokens > 2 * single.kv_tokens
 
 
 @pytest.mark.parametrize(("count", "fits"), [(1, False), (2, False), (4, True)])
-def test_397b_needs_four_hosts(count, fits):
+def test_397b_model_needs_four_hosts(count, fits):
     hosts = tuple(f"spark-{number}" for number in range(count)) if count > 1 else ()
     settings = Settings(model="qwen3.5-397b", cluster=ClusterSettings(hosts=hosts))
     problems = plan_problems(settings, shipped_catalog())
@@ -273,7 +273,7 @@ def addresses(plan):
     return {port.interface: port.address for port in plan.ports}
 
 
-def test_twin_ports_get_addresses_in_separate_networks():
+def test_both_interfaces_of_a_port_get_addresses_in_separate_networks():
     assert addresses(network_plan("spark-1", LAN, *reversed(without_addresses(1)))) == {
         "enp1s0f1np1": "192.168.100.11/24", "enP2p1s0f1np1": "192.168.101.11/24",
     }  # fmt: skip
@@ -344,7 +344,7 @@ def test_rejects_unusable_fabric_settings(fabric, message):
     assert [broken for broken in FabricSettings(**fabric).violations() if message in broken.what]
 
 
-def test_links_include_both_twin_ports_in_both_directions():
+def test_links_include_both_interfaces_in_both_directions():
     links = [
         (link.interface, link.address)
         for host in PAIR
@@ -363,7 +363,7 @@ def test_each_host_measures_the_link_to_the_next_host():
     assert [fabric_links(name, settings, ports)[0].host for name in names] == ["b", "c", "a"]
 
 
-def test_links_ignore_lan_port_in_same_network():
+def test_links_ignore_a_lan_port_in_the_same_network():
     ports = {
         name: Ports((
             replace(LAN, addresses=(f"192.168.100.{number + 100}/24",)), *cabled_ports(0, number),
@@ -396,7 +396,7 @@ def test_links_without_rdma_are_selected_by_subnet_or_interface():
         assert (link.interface, link.address, link.mtu) == ("eth1", "10.9.0.2", 1400)
 
 
-def test_rejects_to_measure_without_addresses_or_second_host():
+def test_link_measurement_requires_addresses_and_a_second_host():
     bare = {**FABRIC, "spark-2": Ports((LAN, *without_addresses(0)))}
     with pytest.raises(PlanError, match="shares a network with spark-2"):
         fabric_links("spark-1", fabric_settings(*PAIR), bare)
@@ -427,7 +427,7 @@ def test_hosts_are_updated_in_waves_after_the_canary(rollout, expected):
     assert " | ".join(" ".join(wave) for wave in waves) == expected
 
 
-def test_smallest_at_once_limits_a_wave():
+def test_smallest_at_once_setting_limits_the_wave():
     at_once = {"a": "all", "b": "all", "c": 2, "d": "all", "e": "all"}
     waves = plan_waves({host: RolloutSettings(n) for host, n in at_once.items()})
     assert waves == (("a", "b"), ("c", "d"), ("e",))

@@ -75,7 +75,7 @@ def test_drafter_is_downloaded_mounted_and_counted(method):
     assert plan.release.name != without.release.name
 
 
-def test_unknown_cache_of_drafter_makes_cache_unknown():
+def test_cache_size_is_unknown_if_the_drafter_cache_is_unknown():
     unknown = replace(DRAFTER, cache=(), cache_unknown="layers of x are unknown")
     memory = make_plan(EAGLE, anatomies=(ANATOMY, unknown)).memory
     assert memory.kv_tokens is None
@@ -92,7 +92,7 @@ def test_ngram_drafts_do_not_need_memory():
     assert len(plan.sources) == 1
 
 
-def test_drafts_setting_changes_only_the_count_and_zero_disables_the_drafter():
+def test_drafts_setting_changes_the_draft_count_and_zero_disables_the_drafter():
     fewer, off = (make_plan(EAGLE, **{"engine.drafts": drafts}) for drafts in (1, 0))
     config = drafts_of(fewer)
     assert (config["method"], config["num_speculative_tokens"]) == ("eagle3", 1)

@@ -130,12 +130,12 @@ def with_options(profile="v2", **options):
     return problem_texts(profile=profile, **{"engine.options": options})
 
 
-def test_every_rule_has_a_case():
+def test_every_guard_rail_has_a_test_case():
     assert set(TRIPS) == {rail.rule for rail in RAILS}
 
 
 @pytest.mark.parametrize("rule", TRIPS)
-def test_rule_applies_only_to_its_combination(rule):
+def test_guard_rail_applies_only_to_its_combination_of_settings(rule):
     [rail] = [rail for rail in RAILS if rail.rule == rule]
     assert apply_rails([rail], CALM) == ()
     if rail.effect == "warn":
@@ -153,7 +153,7 @@ def test_warns_about_a_drafter_repository_on_a_hybrid_model(method):
     assert [warning.partition(":")[0] for warning in warnings] == ["drafter-of-a-repository"]
 
 
-def test_evidence_for_each_rule_exists():
+def test_evidence_named_by_each_guard_rail_exists():
     results = CHECKOUT / "proofs/results"
     for rail in RAILS:
         if rail.evidence == "measured":
@@ -172,7 +172,7 @@ def test_evidence_for_each_rule_exists():
             assert re.search(r"#\d+|community|warnings of", rail.source), rail.rule
 
 
-def test_rejects_rule_about_unknown_fact():
+def test_rejects_guard_rail_about_an_unknown_fact():
     misspelt = replace(CATALOG.rails[0], applies={"kv_cach": {"is": "auto"}})
     [problem] = plan_problems(settings_of(), replace(CATALOG, rails=(misspelt,)))
     assert problem.where == f"catalog/guard_rails.yml: {misspelt.rule}: kv_cach"
@@ -272,7 +272,7 @@ RUNNER, PLUGINS = "VLLM_USE_V2_MODEL_RUNNER", "VLLM_PLUGINS"
           for names in ("", "spark", "other,spark")),
     ],
 )  # fmt: skip
-def test_rules_read_environment(profile, environment, rule, unaffected):
+def test_guard_rails_read_environment_variables(profile, environment, rule, unaffected):
     settings = {"engine.environment": environment}
     [text] = problem_texts(profile=profile, **settings)
     assert f"guard rail {rule}" in text
@@ -327,7 +327,7 @@ def test_accepts_new_model_runner_with_turboquant():
          "own-head-wi"),
     ],
 )  # fmt: skip
-def test_rules_recognize_every_option_spelling(profile, options, rule):
+def test_guard_rails_recognize_every_option_spelling(profile, options, rule):
     texts = with_options(profile, **options)
     assert any(f"guard rail {rule}" in text for text in texts), texts
 
@@ -386,7 +386,7 @@ def test_rejects_parallel_size_that_is_not_an_integer(value):
     assert "pipeline_parallel_size" in message
 
 
-def test_every_planned_option_is_reserved_or_listed_as_free():
+def test_users_can_override_only_the_listed_planned_options():
     options = engine_options(LARGE, V2, plan_memory(LARGE, V2, settings_of()))
     free = {"load-format", "reasoning-parser", "enable-auto-tool-choice", "tool-call-parser"}
     free |= {"disable-access-log-for-endpoints"}
@@ -405,7 +405,7 @@ def test_every_planned_option_is_reserved_or_listed_as_free():
         ("fastsafetensors", {"load-format": None}, False),
     ],
 )
-def test_rules_read_effective_load_format(load_format, options, refused):
+def test_guard_rails_read_the_effective_load_format(load_format, options, refused):
     model = replace(LARGE, sources=replace(LARGE.sources, repeats_names=True))
     own = facts(replace(V2, load_format=load_format, options=options), model)
     if not refused:
@@ -507,7 +507,7 @@ UNTRUSTED = [
 
 
 @pytest.mark.parametrize(("rule", "settings"), UNTRUSTED)
-def test_rejects_third_party_code_unless_its_rule_is_overridden(rule, settings):
+def test_third_party_code_is_rejected_unless_its_guard_rail_is_overridden(rule, settings):
     [problem] = problems(**settings)
     assert f"guard rail {rule}:" in problem.what
     other = "docker-on-the-network" if rule == "trust-remote-code" else "trust-remote-code"
@@ -549,7 +549,7 @@ def test_rejects_third_party_code_unless_its_rule_is_overridden(rule, settings):
         {"docker.daemon": {"log-opts": {"max-size": "50m"}}},
     ],
 )
-def test_accepts_settings_without_third_party_code(settings):
+def test_settings_without_third_party_code_are_accepted(settings):
     assert problem_texts(**settings) == []
 
 
@@ -617,7 +617,7 @@ def test_rejects_engines_unsupported_by_plugin(image, refused):
     assert not [p for p in plan_problems(without, CATALOG, engines) if "plugin" in p.what]
 
 
-def test_rejects_unused_image_role():
+def test_rejects_an_unknown_image_role():
     [problem] = problems(**{"images.engin": "vllm/vllm-openai:v0.32.0"})
     assert (problem.where, problem.fix) == ("images.engin", "did you mean images.engine?")
     [problem] = problems(**{"images.webui": "open-webui:1"})

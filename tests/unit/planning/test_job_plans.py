@@ -48,7 +48,7 @@ def test_mirrors_are_tried_before_the_hub():
     ]
 
 
-def test_digest_of_download_depends_on_content_only():
+def test_download_digest_depends_only_on_the_content():
     digest = fetch_job(SOURCE).job.digest
     elsewhere = replace(SOURCE, hub=HubSettings(), downloads=DownloadSettings(outage_s=1))
     assert fetch_job(elsewhere).job.digest == digest
@@ -235,7 +235,7 @@ def test_peers_with_all_files_come_first_in_rotating_order(states, expected):
 
 
 @pytest.mark.parametrize("states", ["----", "-+--", "-----", "+-------", "~--"])
-def test_hosts_do_not_wait_for_each_other(states):
+def test_peer_plans_never_make_hosts_wait_for_each_other(states):
     hosts = members(states)
     missing = {host.name for host in hosts if host.trees[TREE] == "missing"}
     waits_for = {name: missing.intersection(peer_urls(name, TREE, hosts)) for name in missing}
@@ -248,7 +248,7 @@ def test_hosts_do_not_wait_for_each_other(states):
 
 
 @pytest.mark.parametrize("complete", [0, 1, 3])
-def test_no_host_sends_more_than_eight_copies_at_once(complete):
+def test_peer_plan_limits_each_host_to_eight_copies_at_once(complete):
     states: list[State] = ["complete"] * complete + ["missing"] * (100 - complete)
     hosts = [Member(f"h{n}", f"h{n}", {TREE: state}) for n, state in enumerate(states)]
     urls = [peer_urls(host.name, TREE, hosts) for host in hosts[complete:]]
@@ -256,7 +256,7 @@ def test_no_host_sends_more_than_eight_copies_at_once(complete):
     assert sum(not peers for peers in urls) == (0 if complete else 1)
 
 
-def test_shares_tree_only_while_other_host_lacks_it():
+def test_shares_a_checkpoint_only_while_another_host_lacks_it():
     assert trees_to_share("a", members("++")) == frozenset()
     assert trees_to_share("a", members("+-")) == {TREE}
     assert trees_to_share("b", members("+-")) == frozenset()
@@ -302,7 +302,7 @@ def test_jobs_are_unchanged_without_peers():
     assert with_peers(BUILD, "me", with_peer("missing", {})) is BUILD
 
 
-def test_built_trees_are_shared_only_when_complete():
+def test_built_checkpoints_are_shared_only_when_complete():
     trees = shared_trees(WORKS)
     assert [tree.unfinished for tree in trees] == [True, False, True]
     assert [tree.job for tree in trees] == [work.job.digest12 for work in WORKS]

@@ -106,7 +106,7 @@ def test_cache_of_model_without_linear_layers_has_no_states():
 
 
 @pytest.mark.parametrize("profile", ["v2", "v2-tq", "base"])
-def test_planned_parts_add_up_to_memory_fraction(profile):
+def test_planned_memory_parts_add_up_to_the_memory_fraction(profile):
     plan = memory_of(profile)
     used = plan.weights_bytes + plan.drafter_bytes + plan.graphs_bytes + plan.kv_cache_bytes
     assert used == pytest.approx(0.8 * plan.total_bytes, abs=1)

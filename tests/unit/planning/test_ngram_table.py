@@ -39,7 +39,7 @@ def with_drafts(profile, tokens, **changes):
     return replace(profile, speculation=Speculation(method="mtp", tokens=tokens), **changes)
 
 
-def test_weights_match_published_checkpoint():
+def test_ngram_model_weights_match_the_published_checkpoint():
     sizes = weight_sizes(SHIPPED.model(NVFP4).architecture)
     # sgl-project/sglang#37995: 126 GiB, of which 78 are no table.
     assert sizes.ngram_bytes / GIB == pytest.approx(47.7, abs=0.05)
@@ -70,7 +70,7 @@ def test_cache_size_matches_published_engines(drafts, context, pool_bytes, token
     assert reported == pytest.approx(tokens, rel=0.0025)  # a block
 
 
-def test_step_and_prompt_times_are_near_published_ones():
+def test_computed_step_and_prompt_times_are_near_published_times():
     # Three drafts: 70 ms a step (bilikaz v2, README at 3bb2e02); 2,142 prompt tokens/s (shinrali).
     assert compute_speed(SHAPE, with_drafts(NVME, 3)).step_s == pytest.approx(0.070, rel=0.15)
     assert first_token_s(SHAPE, 100_000) == pytest.approx(100_000 / 2142, rel=0.15)
@@ -144,7 +144,7 @@ def test_two_hosts_serve_the_repository_on_the_unmodified_engine():
     assert any(re.search(line, logged) for line in plan.release.check.log_required)
 
 
-def test_profiles_fit_the_hosts_they_are_for():
+def test_ngram_profiles_fit_the_hosts_they_are_for():
     fits = {
         name: [find_fitting_profiles(name, SHIPPED, n) for n in (1, 2, 4)] for name in (INT4, NVFP4)
     }
@@ -155,7 +155,7 @@ def test_profiles_fit_the_hosts_they_are_for():
 
 
 @pytest.mark.parametrize(("model", "profile"), [(INT4, "v2"), ("qwen3.5-122b", "flash-two")])
-def test_table_and_placement_require_each_other(model, profile):
+def test_ngram_table_and_its_placement_require_each_other(model, profile):
     [problem] = plan_problems(settings_for_hosts(1, model, profile), SHIPPED)
     assert problem.where == f"profile {profile}"
     assert "n-gram table" in problem.what

@@ -148,7 +148,7 @@ def test_rejects_profiles_that_build_checkpoints():
     assert "profile plain" in refused(profile="v2")
 
 
-def test_valid_settings_have_no_problems_without_a_lock():
+def test_valid_settings_have_no_problems_without_a_lock_file():
     settings = replace(settings_of(), model="dense", profile="plain")
     assert plan_problems(settings, catalog_of(MODEL)) == []
 
@@ -181,7 +181,7 @@ def test_ignores_measured_cache_size_that_does_not_apply(anatomy):
 
 @pytest.mark.parametrize("anatomy", [ANATOMY, UNKNOWN], ids=["known", "unknown"])
 @pytest.mark.parametrize("verbose", [False, True])
-def test_plan_text_mentions_cache(anatomy, verbose):
+def test_plan_text_shows_the_cache_size(anatomy, verbose):
     model = replace(MODEL, anatomy=anatomy)
     profile = catalog_of(model).profile("plain", "dense")
     text = plan_text(make_plan(anatomy=anatomy), model, profile, verbose=verbose)

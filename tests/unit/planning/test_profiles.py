@@ -20,7 +20,7 @@ PROVEN = [(name, row) for name, profile in PROFILES.items() for row in profile.p
 SHAPE = SHIPPED.model(DEFAULT.model).architecture
 
 
-def test_proven_claims_passed_in_their_result_files():
+def test_proven_claims_of_profiles_passed_in_their_result_files():
     assert len(PROVEN) > 20
     for name, row in PROVEN:
         rows = json.loads((RESULTS / row.result).read_text("utf-8"))["rows"]
@@ -35,7 +35,7 @@ def test_profiles_without_plugin_build_loadable_checkpoints_and_drafts_are_check
     assert PROFILES["v2"].checkpoint_needs_plugin
 
 
-def test_online_fp8_uses_tested_option():
+def test_online_fp8_uses_the_tested_engine_option():
     runs = json.loads((RESULTS / "engine-speculation.json").read_text("utf-8"))["runs"]
     tested = runs["tiny-online-fp8"]["options"]["quantization_config"]
     assert PROFILES["online-fp8"].options["quantization-config"] == tested
@@ -69,7 +69,7 @@ def test_guard_rails_check_drafts_in_settings():
         assert any("flashinfer-without-drafts" in problem.what for problem in refusals) is refused
 
 
-def test_head_setting_changes_the_checkpoint_or_only_the_engine():
+def test_lm_head_setting_changes_the_checkpoint_or_only_the_engine():
     assert plan_of().checkpoint.build.head == "int8-g128"
     for head in ("keep", "int8-triton"):
         plan = plan_of(**{"engine.head": head})
@@ -135,7 +135,7 @@ def write_profile(checkout, name, **keys):
     (checkout / f"catalog/profiles/{name}.yml").write_text(yaml.safe_dump(keys))
 
 
-def test_based_on_changes_keys_and_does_not_inherit_claims(checkout):
+def test_profile_based_on_another_does_not_inherit_its_claims(checkout):
     claim = {"what": "w", "result": "r.json", "claim": "c"}
     v2 = yaml.safe_load((checkout / "catalog/profiles/v2.yml").read_text())
     write_profile(checkout, "v2", **{**v2, "proven": [claim]})

@@ -32,7 +32,7 @@ from tests.unit.planning.plans import plan_of
         ({"memory.reserve_gib": 30}, False),
     ],
 )
-def test_release_digest_depends_on_how_engine_runs(change, same):
+def test_release_digest_changes_only_with_what_affects_the_engine(change, same):
     base, changed = plan_of(), plan_of(**change)
     assert (changed.release.digest == base.release.digest) is same
     assert changed.checkpoint.digest == base.checkpoint.digest
@@ -103,7 +103,7 @@ def test_scheduled_releases_are_installed_and_kept():
     assert plan.release.name in plan_document(plan)["unit"]["drop_in"]
 
 
-def test_release_has_one_timer_with_all_its_times():
+def test_scheduled_release_has_one_timer_for_all_its_times():
     plan = scheduled()
     files = {file.path: file.content.decode() for file in timer_files(plan.schedule)}
     assert len(files) == 2
@@ -163,7 +163,7 @@ COMMANDS = {file.path: file.content.decode() for file in unit_and_command_files(
         ("spark-host", 1000, "sudo -- /usr/local/bin/spark-host --deep a b"),
     ],
 )
-def test_installed_commands_run_as_root(tmp_path, name, user_id, output):
+def test_commands_installed_on_the_host_run_as_root(tmp_path, name, user_id, output):
     programs = {
         "id": f"echo {user_id}",
         "sudo": 'echo sudo "$@"',

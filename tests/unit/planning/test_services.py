@@ -93,7 +93,7 @@ def test_suggests_sufficient_memory_for_a_service():
     assert problems_with(enough - 1.3) != []
 
 
-def test_suggests_less_memory_for_services_to_fit_the_main_service():
+def test_suggests_less_memory_for_services_if_the_main_service_does_not_fit():
     [problem] = [p for p in problems_with(90) if "does not fit on one host" in p.what]
     match = re.search(r"lower services\.embed\.memory_gib to (\d+) together", problem.fix)
     assert match is not None, problem.fix
@@ -182,7 +182,7 @@ def test_clients_get_an_address_in_their_network(host, settings, address, url):
 
 
 @pytest.mark.parametrize(("host", "names"), [("a", ("b", "a", "c")), ("@local", ("b", "c"))])
-def test_certificates_cover_address_host_and_listed_names(host, names):
+def test_certificates_cover_the_address_host_name_and_listed_names(host, names):
     settings = settings_of(**{
         "serve.expose": "lan", "serve.tls": "private-ca", "serve.address": "b",
         "serve.tls_names": ["c", "b"],

@@ -39,7 +39,7 @@ def test_computed_speed_is_close_to_the_published_figure(name, figure):
         assert speed == pytest.approx(figure.tokens_per_s, rel=0.002)
 
 
-def test_head_efficiencies_match_result_file():
+def test_lm_head_efficiencies_match_the_result_file():
     path = CHECKOUT / "proofs/results/gpu/lm-head.json"
     [shape] = [s for s in json.loads(path.read_text())["shapes"] if s["inputs"] == 3072]
     floor_us = sum(shape["floors"].values()) / 2

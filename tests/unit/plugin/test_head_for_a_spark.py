@@ -35,7 +35,7 @@ def test_splitting_activations_does_not_spill():
     assert kernels.compile_splitting().spilled_bytes == 0
 
 
-def test_detects_spills_and_too_much_shared_memory():
+def test_detects_register_spills_and_too_much_shared_memory():
     assert kernels.compile_head(SPILLING).spilled_bytes > 0
     assert kernels.compile_head(LARGE).shared_bytes > kernels.SHARED_BYTES
 

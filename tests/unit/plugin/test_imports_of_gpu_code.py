@@ -39,7 +39,7 @@ def exists(module, name):
     return file.is_file() and name in names_in(file)
 
 
-def test_every_import_exists():
+def test_every_import_of_gpu_code_exists_in_the_engine():
     imports = {(module, name, path.name) for path in FILES for module, name in imported(path)}
     assert len(imports) > 100
     assert [entry for entry in imports if not exists(*entry[:2])] == []

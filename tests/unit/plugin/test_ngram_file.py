@@ -239,7 +239,7 @@ def test_options_that_contradict_the_checkpoint_are_rejected(tmp_path, spark, ha
         read_table_options({"spark": spark}, tmp_path)
 
 
-def test_options_return_directory_and_cache_size(tmp_path):
+def test_ngram_options_return_directory_and_cache_size(tmp_path):
     assert read_table_options({"spark": {"lm_head": "int8-triton"}}, tmp_path) is None
     table_path(tmp_path, 1).touch()
     options = read_table_options({"spark": {"ngram_table": "file", "ngram_cache_mib": 7}}, tmp_path)

@@ -325,7 +325,7 @@ def test_accepts_any_positive_scale_for_an_all_zero_block(write):
 
 
 @pytest.mark.parametrize("scale_of_zeros", [1e-12, 1.0])
-def test_accepts_real_blocks_among_mostly_zero_blocks(write, scale_of_zeros):
+def test_accepts_nonzero_blocks_among_mostly_zero_blocks(write, scale_of_zeros):
     def change_scales(raw):
         values = bf16_values(raw).copy()
         values.flat[:5] = scale_of_zeros
@@ -420,7 +420,7 @@ COMPARABLE = [n for n, model in HYBRIDS.items() if model.architecture.attention_
 @pytest.mark.parametrize(
     "model", [pytest.param(n, marks=pytest.mark.slow) if n in LARGE else n for n in COMPARABLE]
 )
-def test_finds_exactly_the_missing_modules_of_a_shipped_model(model):
+def test_reports_exactly_the_missing_modules_of_a_shipped_model(model):
     names = set(expand_all(HYBRIDS[model].tensors.base))
     shape = HYBRIDS[model].architecture
     started = time.process_time()

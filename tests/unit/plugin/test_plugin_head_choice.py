@@ -23,7 +23,7 @@ def test_fastest_kernel_over_all_batches_is_chosen(tmp_path):
     assert [entry.name for entry in path.parent.iterdir()] == ["times.json"]
 
 
-def test_drafts_are_chosen_from_low_and_added_token_ids(tmp_path):
+def test_draft_vocabulary_has_low_and_added_token_ids(tmp_path):
     assert choice.frequent_token_ids(tmp_path, 3, vocabulary=8) == [0, 1, 2]
     added = [{"id": 1}, {"id": 6}, {"id": 9, "content": "beyond the rows of the head"}]
     (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
@@ -32,7 +32,7 @@ def test_drafts_are_chosen_from_low_and_added_token_ids(tmp_path):
     assert choice.frequent_token_ids(tmp_path, 99, vocabulary=8) == [*range(8)]
 
 
-def test_token_ids_of_a_file_keep_their_order(tmp_path):
+def test_token_ids_read_from_a_file_keep_their_order(tmp_path):
     path = tmp_path / "token_ids.json"
     path.write_text("[5, 0, 7]")
     assert choice.read_token_ids(path, 3, vocabulary=8) == [5, 0, 7]
@@ -65,7 +65,7 @@ def test_rejects_missing_and_damaged_files_of_token_ids(tmp_path, text, count):
         choice.read_token_ids(path, count, vocabulary=8)
 
 
-def test_marlin_wins_ties():
+def test_marlin_is_chosen_if_kernels_are_equally_fast():
     assert (
         choice.select_fastest({"own": {1: 5.0}, "marlin": {1: 5.0}, "bf16": {1: 9.0}}) == "marlin"
     )
@@ -88,14 +88,14 @@ def test_measurement_from_a_different_machine_or_shape_is_ignored(tmp_path, chan
     assert choice.read_choice(path, dataclasses.replace(HERE, **change)) is None
 
 
-def test_reads_no_choice_without_a_file(tmp_path):
+def test_no_kernel_is_chosen_without_a_measurement_file(tmp_path):
     assert choice.read_choice(tmp_path / "times.json", HERE) is None
 
 
 @pytest.mark.parametrize(
     "text", ["", "{}", json.dumps({"measured": {"batches": []}, "choice": "x"})]
 )
-def test_damaged_file_is_rejected_with_a_fix(tmp_path, text):
+def test_damaged_measurement_file_is_rejected_with_a_fix(tmp_path, text):
     path = tmp_path / "times.json"
     path.write_text(text)
     with pytest.raises(ValueError, match="delete the file"):
@@ -105,14 +105,14 @@ def test_damaged_file_is_rejected_with_a_fix(tmp_path, text):
 SHARED_BYTES = {"12.1": 99 * 1024, "default": 48 * 1024, "9.0": 227 * 1024}
 
 
-def test_every_batch_has_a_tile_on_every_device():
+def test_every_batch_size_has_a_tile_on_every_device():
     table = choice.read_table()
     for capability in ((8, 0), (9, 0), (12, 1), (13, 7)):
         tiles = choice.tiles_for(capability, table)
         assert all(choice.tile_for(batch, tiles) in tiles for batch in range(1, 513))
 
 
-def test_limits_of_the_tiles_rise_and_only_the_last_has_none():
+def test_batch_limits_of_tiles_increase_and_the_last_tile_has_none():
     for name, tiles in choice.read_table().items():
         *limits, last = [tile.max_batch for tile in tiles]
         assert last is None, name

@@ -85,7 +85,7 @@ PARTS = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj", "linear_att
 
 
 @given(st.sets(st.tuples(st.integers(0, 60), st.sampled_from(PARTS)), min_size=1))
-def test_rules_match_exactly_the_listed_modules(chosen):
+def test_overlay_rules_match_exactly_the_listed_modules(chosen):
     modules = [f"{names.TEXT_LAYERS}{layer}.{part}" for layer, part in chosen]
     rules = names.overlay_rules(modules, head_int8=False)
     for layer in range(62):

@@ -30,7 +30,7 @@ def written(path, rows, names="{base: 'vllm.a:B'}"):
 
 
 @pytest.mark.parametrize("requirement", RULES)
-def test_parses_every_kind_of_requirement(tmp_path, requirement):
+def test_parses_every_kind_of_engine_requirement(tmp_path, requirement):
     rows = f"- symbol: $base.c\n  requires: {requirement}\n  {REASON}"
     read = rules.read_rows(written(tmp_path / "rows.yml", rows))
     expected = rules.Row(
@@ -39,7 +39,7 @@ def test_parses_every_kind_of_requirement(tmp_path, requirement):
     assert read == (expected,)
 
 
-def test_row_can_list_versions_and_names_can_refer_to_names(tmp_path):
+def test_requirement_rows_can_list_versions_and_refer_to_named_values(tmp_path):
     rows = f"- symbol: $b\n  requires: exists\n  {REASON}\n  versions: [{SUPPORTED_ENGINES[1]}]"
     [row] = rules.read_rows(written(tmp_path / "rows.yml", rows, "{a: vllm.a, b: '$a:B'}"))
     assert (row.symbol, row.versions) == ("vllm.a:B", (SUPPORTED_ENGINES[1],))
@@ -64,7 +64,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_rejects_invalid_row(tmp_path, case):
+def test_rejects_an_invalid_requirement_row(tmp_path, case):
     text, words = WRONG[case]
     path = written(tmp_path / "rows.yml", f"- symbol: $base.c\n  {text}\n  {REASON}")
     with pytest.raises(ValueError, match=re.escape(words)) as error:
@@ -83,7 +83,7 @@ def test_rejects_duplicate_key_and_invalid_yaml(tmp_path, text, words):
         rules.read_rows(written(tmp_path / "rows.yml", f"- symbol: a:b\n  {text}\n  {REASON}"))
 
 
-def test_rejects_unknown_name_and_key(tmp_path):
+def test_rejects_unknown_names_and_keys_in_requirement_rows(tmp_path):
     row = f"- symbol: $bace.c\n  requires: exists\n  {REASON}"
     with pytest.raises(ValueError, match=r"row 1: .*\$bace\.c.*: unknown name .*, expected base"):
         rules.read_rows(written(tmp_path / "rows.yml", row))
@@ -92,7 +92,7 @@ def test_rejects_unknown_name_and_key(tmp_path):
 
 
 @pytest.mark.slow
-def test_table_contains_every_file():
+def test_requirement_table_contains_every_file():
     files = sorted((IMAGE / "spark_vllm/check").glob("*.yml"))
     tables = [yaml.safe_load(path.read_text())["rows"] for path in files]
     stated = [row for by_file in tables for rows in by_file.values() for row in rows]

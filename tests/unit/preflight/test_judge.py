@@ -280,19 +280,19 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_host_conditions_cause_expected_problems_and_warnings(name):
+def test_preflight_reports_the_expected_problems_and_warnings(name):
     CASES[name].check()
 
 
 @pytest.mark.parametrize(("rule", "refused", "warned"), RULES)
-def test_expect_dgx_os_determines_whether_plain_ubuntu_is_accepted(rule, refused, warned):
+def test_plain_ubuntu_is_accepted_only_if_configured(rule, refused, warned):
     needs = {"expect": ExpectSettings(dgx_os=rule)}
     Case({"dgx_release": []}, ["DGX OS"] * refused, ["DGX OS"] * warned, needs).check()
 
 
 @pytest.mark.parametrize(("rule", "refused", "warned"), RULES)
 @pytest.mark.parametrize("score", ["1", "2.6", "6", "0", "0.0", '"?"'])
-def test_expect_dgx_os_determines_reaction_to_incomplete_vendor_update(
+def test_incomplete_vendor_update_is_rejected_or_warned_about_as_configured(
     rule, refused, warned, score
 ):
     sections = {"torn": [f'{{"name": "OTA2.2", "torn": {score}}}']}
@@ -309,7 +309,7 @@ def test_expect_dgx_os_determines_reaction_to_incomplete_vendor_update(
         (-20, []),
     ],
 )
-def test_wrong_clock_causes_a_warning(ahead_s, expected):
+def test_preflight_warns_about_a_wrong_clock(ahead_s, expected):
     Case({"clock": [str(int(time.time()) + ahead_s)]}, [], expected).check()
 
 

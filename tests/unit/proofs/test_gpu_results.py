@@ -49,7 +49,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_recorded_recall_results_pass_and_detect_damaged_engines(name):
+def test_recorded_recall_results_pass_and_damaged_engines_fail(name):
     rows = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
     assert [row["claim"] for row in rows if row["passed"] is False] == []
     marks = ("damage", "noise", "fi-gdn-states")

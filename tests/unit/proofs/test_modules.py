@@ -24,7 +24,7 @@ def test_every_proofs_module_can_be_imported():
                 raise
 
 
-def test_watchdog_judges_recorded_long_prompts_as_recorded():
+def test_watchdog_verdict_on_recorded_long_prompts_is_unchanged():
     kept = json.loads((CHECKOUT / "proofs/results/gpu/serve-v2-long.json").read_text())
     rows = long.judge(kept, "v2")
     for row, recorded in zip(rows, kept["rows"], strict=True):

@@ -164,5 +164,5 @@ def test_figures_and_device_quoted_in_the_catalog_match_the_result_files():
             assert any(device in known for known in devices), name
 
 
-def test_quoted_figure_missing_from_the_result_file_is_detected():
+def test_figure_missing_from_its_result_file_is_detected():
     assert unsupported("the tokens stand still for 1.1 s", ["serve-v2-long.json"]) == ["1.1"]

@@ -68,7 +68,7 @@ def test_several_reports_give_the_median(tmp_path):
         replace(host_that_measured(1.0), serving=None),
     ],
 )
-def test_calibration_ignores_other_hosts_and_unknown_profiles(tmp_path, host):
+def test_calibration_ignores_other_hardware_and_unknown_profiles(tmp_path, host):
     write(tmp_path, "spark-report-1.json", host)
     assert plan.read_calibration(tmp_path, CATALOG) == Calibration()
 

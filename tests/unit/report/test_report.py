@@ -74,11 +74,11 @@ def test_report_of_a_proven_release_on_a_spark_answers_most_questions():
         (data_of(status_of(services={"main": {}})), "deployed", "open"),
     ],
 )
-def test_missing_evidence_leaves_a_question_open_and_failures_answer_no(text, question, state):
+def test_missing_evidence_leaves_a_question_open_and_a_failure_answers_no(text, question, state):
     assert answers_of(report_of(text))[question] == state
 
 
-def test_a_host_without_our_tools_is_reported():
+def test_report_lists_a_host_without_host_tools():
     result = report_of(HostData(survey_of(), host_status({}), None))
     assert len(result.notes) == 1
     assert (result.serving, result.is_spark) == (None, True)
@@ -87,7 +87,7 @@ def test_a_host_without_our_tools_is_reported():
     assert older.serving.engine.lines == ()
 
 
-def test_report_from_stand_ins_or_other_gpus_answers_no_question():
+def test_report_from_stub_packages_or_other_gpus_answers_no_question():
     assert report_of().is_spark
     stubbed = report_of(data_of(stubs=["ii  labstub-driver 580.159.03+labstub"]))
     other = with_answers(replace(report_of(), versions={"gpu": "NVIDIA H200"}))
@@ -111,7 +111,7 @@ def test_a_report_can_be_read_from_a_file(tmp_path):
             read_report(path)
 
 
-def test_a_report_names_the_release_and_never_the_host():
+def test_report_contains_the_release_but_not_the_host_name():
     result = report_of()
     assert result.name == "host-1"
     assert result.serving.release == RELEASE
@@ -126,7 +126,7 @@ def test_additional_services_appear_only_as_a_count():
     assert [note[:15] for note in result.notes] == ["1 more services"]
 
 
-def test_an_unreachable_host_is_reported_and_left_out(tmp_path, monkeypatch, capsys):
+def test_report_omits_and_lists_an_unreachable_host(tmp_path, monkeypatch, capsys):
     selected = [SimpleNamespace(name=name) for name in ("spark-a3f2", "spark-b7c1")]
     answers = [Answer(selected[0], data_of()), Answer(selected[1], None, "unreachable: no")]
     for name, result in {"select_hosts": selected, "build_plan": PLAN}.items():

@@ -32,7 +32,7 @@ def root(tmp_path):
 
 
 @pytest.mark.parametrize("form", ["chat.jinja", "{root}/chat.jinja"])
-def test_passes_template_text_to_the_engine(root, form):
+def test_chat_template_text_reaches_the_engine(root, form):
     engine = f"{{chat_template: {form.format(root=root)}, options: {{seed: 7}}}}"
     plan = plan_with(settings(root, engine))
     assert argument(plan) == TEMPLATE
@@ -82,7 +82,7 @@ def test_rejects_invalid_template(root, case):
 
 
 @pytest.mark.parametrize("option", ["chat-template", "chat_template"])
-def test_rejects_two_templates(root, option):
+def test_rejects_a_chat_template_given_in_two_settings(root, option):
     with pytest.raises(SettingsError, match="keep only one"):
         settings(
             root, f"{{chat_template: chat.jinja, options: {{{option}: '{{{{ messages }}}}'}}}}"

@@ -27,7 +27,7 @@ def levels(schema, path=""):
         yield from levels(part, f"$defs.{key}")
 
 
-def test_escapes_line_breaks_in_key_paths():
+def test_line_breaks_in_key_paths_are_escaped():
     assert dotted(("sources", "a\nb", 0)) == r"'sources.a\nb[0]'"
 
 

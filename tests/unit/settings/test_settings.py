@@ -88,7 +88,7 @@ def test_accepts_vllm_names_for_engine_settings(root, alias):
     assert getattr(load(root, overrides=overrides)["spark-1"].settings.engine, name) == value
 
 
-def test_rejects_a_setting_under_both_our_and_vllm_names(root):
+def test_rejects_a_setting_given_under_two_names(root):
     text = "engine: {max_num_seqs: 4, max_sequences: 5}\n"
     write(root, "group_vars/spark.yml", text)
     assert "group_vars/spark.yml: engine.max_num_seqs" in refused(root)
@@ -160,7 +160,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("text", "reason"), WRONG.items(), ids=lambda text: repr(text)[:60])
-def test_errors_for_invalid_settings_state_location_cause_and_fix(root, text, reason):
+def test_settings_errors_state_location_cause_and_fix(root, text, reason):
     write(root, "group_vars/spark.yml", text + "\n")
     message = refused(root)
     assert "group_vars/spark.yml" in message
