@@ -38,7 +38,7 @@ class Access:
 
 
 class LoginAccess(HostFact[Access]):
-    """Run it as the login user, without sudo."""
+    """Access of the login user; must be read without sudo."""
 
     def command(self, public_key: str, sudoers_path: str) -> str:
         body = _key_body(public_key)
@@ -85,7 +85,7 @@ def authorized_keys_line(plan: BootstrapPlan, access: Access) -> str:
         return access.account_key
     addresses = ",".join(plan.allowed_from) or access.login_address
     if not addresses:
-        message = "is not set, and the host does not know the address of this login"
+        message = "must be set, because the host does not know the address of this login"
         fix = "set ssh.allowed_from to the addresses of the controllers"
         fail("ssh.allowed_from", message, fix)
     # The tunnels of `spark-deploy connect` need port forwarding; agent and X11 stay off.
@@ -116,19 +116,19 @@ def create_account(plan: BootstrapPlan, password: HiddenValue | None) -> Command
     access = read_state(plan)
     line, rule = authorized_keys_line(plan, access), sudoers(ACCOUNT)
     if access.account_exists and access.account_key == line and access.sudoers == rule:
-        host.noop(f"{ACCOUNT} has our key and rule")
+        host.noop(f"{ACCOUNT} has our SSH key and sudo rule")
         return
     if not access.sudo_installed:
         fail("sudo", "is not installed", "install sudo as root")
     if access.sudoers is not None and access.sudoers != rule:
-        host.log(f"replacing the rule in {plan.sudoers_path}, which lets another account use sudo")
+        host.log(f"replacing another account's sudo rule in {plan.sudoers_path}")
     account_script = _account_script(plan.public_key, line)
     script = f"{account_script}\n{_sudo_rule_script(plan.sudoers_path, rule)}"
     yield FunctionCommand(_run_as_root, [script, access.is_root, password], {})
 
 
 def _account_script(public_key: str, line: str) -> str:
-    """Return the script that creates the account; root owns its key file, so it cannot add keys."""
+    """Return the script that creates the account, which cannot add keys: root owns its key file."""
     return f"""set -e; umask 022
 if ! getent passwd {ACCOUNT} >/dev/null; then
   useradd --system --user-group --no-create-home --home-dir {ACCOUNT_HOME} --shell /bin/sh \\
@@ -163,7 +163,7 @@ def revoke_access(plan: BootstrapPlan, check: FunctionCommand) -> Commands:
     else:  # without a key, bootstrap granted only the login user's sudo rule
         granted = access.sudoers == sudoers(access.user)
     if not granted:
-        host.noop("bootstrap has granted no access")
+        host.noop("bootstrap did not grant any access")
         return
     if not plan.public_key:
         yield f"rm -f {rule_path}"

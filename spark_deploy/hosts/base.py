@@ -123,9 +123,9 @@ _GUARANTEES = {
 }
 _MANAGED = "# Managed by dgx-spark-deploy.\n"
 EARLYOOM_PATH = "/etc/default/earlyoom"
-# Acts if less than 2 % of memory is available. `-s 100,100` (SIGTERM, SIGKILL) ignores swap, which
-# would delay it.
-# Resident size excludes GPU memory, so the engine is named.
+# earlyoom acts if less than 2 % of memory is available. `-s 100,100` (SIGTERM, SIGKILL) ignores
+# swap, which would delay the kill. `--prefer` names the engine, because resident size excludes GPU
+# memory.
 EARLYOOM_ARGUMENTS = (
     "-r 3600 -m 2 -s 100,100 --prefer ^(VLLM|vllm) --avoid ^(sshd|systemd|dockerd|containerd|nginx)"
 )

@@ -71,10 +71,11 @@ def _container_findings(plan: PreflightPlan, survey: Survey) -> Iterator[Finding
         name = container.name
         yield error(
             f"container {name}",
-            f"another engine ({container.image}) is {container.state}, restart policy: "
-            f"{container.restart}; two engines do not fit in memory",
-            f"stop it (`docker update --restart=no {name}; docker stop {name}`), or add it to "
-            "`takeover` to let the deploy stop it, or to `allow_containers` with the GiB it uses",
+            f"another engine ({container.image}, {container.state}, "
+            f"restart policy {container.restart}); two engines do not fit in memory",
+            f"run `docker update --restart=no {name}; docker stop {name}`, "
+            "list the container in `takeover` to let the deploy stop it, "
+            "or add it to `allow_containers` with the GiB that it uses",
         )
 
 
@@ -111,7 +112,7 @@ def _memory_holder_problems(plan: PreflightPlan, survey: Survey) -> Iterator[Pro
         may_be_ours = not app.cgroup and survey.serving
         if not may_be_ours and container_id(app.cgroup) not in known_containers:
             gpu_users[app.pid] = app.name
-    fix = "stop it if its memory use could grow, or add its name to allow_memory_holders"
+    fix = "if its memory use can grow, stop the process; else add it to allow_memory_holders"
     for process in survey.processes:
         uses_gpu = gpu_users.pop(process.pid, None) is not None
         if is_managed(process.cgroup) or container_id(process.cgroup) in known_containers:
@@ -178,11 +179,11 @@ def _disk_findings(plan: PreflightPlan, survey: Survey) -> Iterator[Finding]:
         for kind, (command, removed) in _PRUNE_COMMANDS.items():
             if kind in survey.reclaimable:
                 freed_gib = survey.reclaimable[kind] / GIB
-                fixes.append(f"`{command}` frees up to {freed_gib:.1f} GiB: it removes {removed}")
+                fixes.append(f"`{command}` removes {removed} (up to {freed_gib:.1f} GiB)")
         message = (
-            f"{demand.available_bytes / GIB:.1f} GiB free; the deploy writes "
-            f"{demand.needed_bytes / GIB:.1f} GiB to {', '.join(demand.paths)} and keeps "
-            f"{plan.disk_reserve_bytes / GIB:.1f} GiB free"
+            f"only {demand.available_bytes / GIB:.1f} GiB are free, but the deploy "
+            f"writes {demand.needed_bytes / GIB:.1f} GiB to {', '.join(demand.paths)} "
+            f"and keeps {plan.disk_reserve_bytes / GIB:.1f} GiB free"
         )
         yield error(f"disk {demand.mount}", message, "; ".join(fixes))
 
@@ -191,9 +192,9 @@ def _disk_findings(plan: PreflightPlan, survey: Survey) -> Iterator[Finding]:
 _PRUNE_COMMANDS = {
     "images": (
         "docker image prune -a",
-        "every image that no container uses, yours and those kept for rollback",
+        "all images that no container uses, including those kept for rollback",
     ),
-    "build cache": ("docker builder prune -a", "cached layers of later builds"),
+    "build cache": ("docker builder prune -a", "the build cache"),
 }
 
 
@@ -203,9 +204,9 @@ def _writable_parent_findings(survey: Survey) -> Iterator[Finding]:
         if parent.write_risk:
             yield error(
                 parent.path,
-                f"{parent.write_risk}, so models in it can be replaced after their verification",
-                "set paths to directories whose parents only root can write to, or "
-                f"`chown root: {parent.path} && chmod go-w {parent.path}`",
+                f"{parent.write_risk}, so verified models in it could be replaced",
+                "move paths to directories whose parents are writable only by root, "
+                f"or run `chown root: {parent.path} && chmod go-w {parent.path}`",
             )
 
 
@@ -213,14 +214,14 @@ def _memory_findings(plan: PreflightPlan, survey: Survey) -> Iterator[Finding]:
     memory, needed = survey.memory, f"{plan.memory_needed_bytes / GIB:.1f} GiB"
     if memory.total_bytes < plan.memory_total_min_bytes:
         message = (
-            f"{memory.total_bytes / GIB:.1f} GiB in total, but the plan expects "
-            f"{plan.memory_total_min_bytes / GIB:.1f} GiB"
+            f"the host has {memory.total_bytes / GIB:.1f} GiB of memory, "
+            f"but the plan expects {plan.memory_total_min_bytes / GIB:.1f} GiB"
         )
         total = _floor(memory.total_bytes / GIB, 1)
         if memory.total_bytes < plan.memory_needed_bytes:
             fix = (
                 "choose a smaller model or profile for this host; "
-                f"`spark-deploy plan --data memory.total_gib={total}` shows whether it fits"
+                f"`spark-deploy plan --data memory.total_gib={total}` shows whether a model fits"
             )
             yield error("memory", f"{message} and the engine needs {needed}", fix)
             return
@@ -231,9 +232,9 @@ def _memory_findings(plan: PreflightPlan, survey: Survey) -> Iterator[Finding]:
         if memory.available_bytes < plan.memory_needed_bytes:
             yield warning(
                 "memory",
-                f"{memory.available_bytes / GIB:.1f} GiB available, but the engine needs {needed}, "
-                "and it is unknown how much memory the running engine frees when it stops; if that "
-                "is not enough, the rollout restores the old release after an outage",
+                f"{memory.available_bytes / GIB:.1f} GiB available, but the engine needs {needed}; "
+                "the memory that the running engine will free is unknown; "
+                "if it is too little, the rollout restores the old release after an outage",
                 "before the deploy, stop other processes that use memory",
             )
     elif obtainable_bytes < plan.memory_needed_bytes:
@@ -243,9 +244,9 @@ def _memory_findings(plan: PreflightPlan, survey: Survey) -> Iterator[Finding]:
             "memory",
             f"{obtainable_bytes / GIB:.1f} GiB available{after_stop}, "
             f"but the engine needs {needed} to start",
-            "stop the processes that use it (listed above if known), or lower "
-            f"engine.memory_fraction to {fraction} for this host "
-            "(if the cache size is pinned: engine.kv_cache_gib)",
+            "stop other processes that use memory (listed above if known), "
+            f"or lower engine.memory_fraction to {fraction} for this host "
+            "(or engine.kv_cache_gib, if it is set)",
         )
 
 

@@ -77,7 +77,7 @@ def check_certificate_and_key(certificate: str, key: str, name: str) -> list[Pro
         problems.append(Problem(f"serve.{setting}", message, fix))
 
     if private is not None and Path(key).expanduser().stat().st_mode & 0o007:
-        fix = f"run `chmod 600 {key}`; if others may have read it, use a new key and certificate"
+        fix = f"run `chmod 600 {key}`; if others may have read it, replace key and certificate"
         add("tls_key", f"{key} can be read by every user of this machine", fix)
     if chain is None:
         return problems
@@ -93,7 +93,7 @@ def check_certificate_and_key(certificate: str, key: str, name: str) -> list[Pro
         message = (
             f"{certificate} is for {', '.join(alternative_names(leaf)) or 'no name'}, not {name}"
         )
-        fix = "get a matching certificate, or set serve.address to a name that it covers"
+        fix = "get a certificate for this name, or set serve.address to a name in the certificate"
         add("tls_certificate", message, fix)
     return problems
 
@@ -107,7 +107,7 @@ def _read(
         message = f"{path} cannot be read ({error.strerror})"
     except (ValueError, TypeError) as error:
         message = f"{path} has the wrong format ({str(error).splitlines()[0][:80]})"
-    fix = "set it to a PEM file on this machine; keys must be unencrypted"
+    fix = "set the path of a PEM file on this machine; keys must be unencrypted"
     problems.append(Problem(setting, message, fix))
     return None
 
@@ -149,7 +149,8 @@ def public_key_pem(source: x509.Certificate | PrivateKeyTypes) -> bytes:
 def name_constraints(names: Sequence[str]) -> x509.NameConstraints:
     """Permit these names (with subdomains) and addresses.
 
-    Both kinds get an entry, because a kind without one would be unlimited (RFC 5280, 4.2.1.10).
+    Names and addresses both get an entry, because a kind without an entry is unlimited (RFC 5280,
+    4.2.1.10).
     """
     subtrees = sorted({_name_constraint(name) for name in names})
     domains = [subtree for subtree in subtrees if "/" not in subtree] or [_NO_NAME]
@@ -160,7 +161,7 @@ def name_constraints(names: Sequence[str]) -> x509.NameConstraints:
 
 
 def permitted_names(certificate: x509.Certificate) -> list[str] | None:
-    """Return the names that a CA may sign for; ``None`` if it is not limited."""
+    """Return the names that a CA may sign for; ``None`` if all names are permitted."""
     try:
         limits = certificate.extensions.get_extension_for_class(x509.NameConstraints).value
     except x509.ExtensionNotFound:
@@ -187,21 +188,21 @@ def renewal_reason(
     """Return why a certificate (PEM) must be renewed for ``names``; "" if it is valid."""
     authority = _read_authority(ca_dir)
     if authority is None:
-        return f"no CA in {ca_dir} yet; creating one"
+        return f"creating a CA, because {ca_dir} contains none yet"
     if not certificate or not public_key:
         return "the host has no certificate or no key"
     try:
         leaf = x509.load_pem_x509_certificates(certificate)[0]
         leaf.verify_directly_issued_by(authority.certificate)
     except (ValueError, TypeError, InvalidSignature) as error:
-        return f"not issued by the CA in {ca_dir} ({type(error).__name__})"
+        return f"the CA in {ca_dir} did not issue the certificate ({type(error).__name__})"
     if public_key_pem(leaf) != public_key.strip():
         return "the host's key does not match the certificate"
     covered = list(map(str.lower, alternative_names(leaf)))
     if missing := [name for name in names if name.lower() not in covered]:
-        return f"it does not cover {', '.join(missing)}"
+        return f"the certificate does not cover {', '.join(missing)}"
     if leaf.not_valid_after_utc - now() < timedelta(days=RENEW_DAYS):
-        return f"it expires on {leaf.not_valid_after_utc:%Y-%m-%d}"
+        return f"the certificate expires on {leaf.not_valid_after_utc:%Y-%m-%d}"
     return ""
 
 
@@ -239,7 +240,7 @@ def _read_authority(ca_dir: str) -> _Authority | None:
     folder = Path(ca_dir).expanduser()
     if not folder.exists():
         return None
-    fix = f"restore the CA's two files from a backup, or remove {folder} for a new CA"
+    fix = f"restore both files of the CA from a backup, or remove {folder} to create a new CA"
     try:
         certificate = x509.load_pem_x509_certificates((folder / CA_FILE).read_bytes())[0]
         key = load_key((folder / CA_KEY_FILE).read_bytes())

@@ -38,15 +38,15 @@ class ParentDirectory:
 
     @property
     def write_risk(self) -> str:
-        """Return why users other than root can write to it; "" if they cannot."""
+        """Return why users other than root can write here; "" if they cannot."""
         if self.owner != "root":
-            return f"{self.owner} owns it"
+            return f"{self.owner} owns this directory"
         if self.mode & stat.S_ISVTX:  # sticky: root's entries stay root's
             return ""
         if self.mode & stat.S_IWOTH:
-            return "every user can write to it"
+            return "every user can write to this directory"
         if self.mode & stat.S_IWGRP and self.group != "root":
-            return f"group {self.group} can write to it"
+            return f"group {self.group} can write to this directory"
         return ""
 
 

@@ -1,6 +1,6 @@
 """Install and configure docker with the NVIDIA runtime.
 
-The settings that the running daemon reports decide what changes, not its files.
+A deploy compares its keys with the settings that the running daemon reports, not with files.
 """
 
 import json
@@ -132,7 +132,7 @@ def start_engine(state: State, host: Host, allowed: Sequence[str]) -> bool:
     _bring_up(host, "systemctl enable --now docker")
     lines = run(host, build_script("exec 2>/dev/null", CONTAINERS_SCRIPT), timeout_s=60)
     containers = tuple(parse_containers(split_sections(lines)["containers"]))
-    fix = "stop it, or list it in takeover, then run again"
+    fix = "stop this container or list it in takeover, then run again"
     problems = []
     for container in competing_containers(containers, allowed):
         restart = f"restart policy {container.restart}"
@@ -165,7 +165,7 @@ def apply_keys(
     docker = run_fact(host, DockerState, timeout_s=120, **arguments)
     if unmet := unmet_keys(planned, docker.info):
         message = f"after a restart, the daemon still does not use {', '.join(unmet)}"
-        fix = "remove these keys from the options of dockerd (`systemctl cat docker`)"
+        fix = "remove these keys from dockerd's command line (`systemctl cat docker`)"
         fail("docker", message, fix)
     return True
 
@@ -226,8 +226,8 @@ def add_docker_repositories(plan: DockerPlan) -> Commands:
 def install_engine(plan: DockerPlan) -> Commands:
     state = read_state(plan)
     if state.snap:
-        message = "docker is the snap package, whose confinement blocks the NVIDIA libraries"
-        fail("docker", message, "remove it (`snap remove docker`), then run again")
+        message = "docker is installed as a snap, which cannot load the NVIDIA libraries"
+        fail("docker", message, "run `snap remove docker`, then run again")
     if names := missing_packages(plan, state):
         yield install_command(names, plan.package_lock_wait_s)
         return
@@ -243,7 +243,7 @@ def merge_daemon_json(plan: DockerPlan) -> Commands:
         present = parse_daemon_json(text or "")
     except ValueError as error:
         fix = "correct the file, then run again"
-        fail(DAEMON_JSON, f"is not a JSON object ({error}); the file was not changed", fix)
+        fail(DAEMON_JSON, f"the file is not a JSON object ({error}) and was not changed", fix)
     planned = planned_file(plan, state, present)
     if text is not None and planned == present:
         host.noop("daemon.json has our keys")
@@ -306,13 +306,14 @@ def add_users(plan: DockerPlan) -> Commands:
         message = f"no such user on this host: {', '.join(unknown)}"
         fail("docker.users", message, "create the user, or remove the name from docker.users")
     if not missing:
-        host.noop(f"in group {GROUP}: {', '.join(plan.users) or 'no user requested'}")
+        host.noop(f"users already in group {GROUP}: {', '.join(plan.users) or 'none requested'}")
         return
     for user in missing:
         yield StringCommand("usermod", "-aG", GROUP, "--", shlex.quote(user))
     log(
-        f"{', '.join(missing)} can use docker without sudo after the next login; in an open "
-        "session, run `newgrp docker`; to close a shared SSH connection, run `ssh -O exit HOST`"
+        f"{', '.join(missing)} can use docker without sudo after the next login; "
+        "in an open session, run `newgrp docker`; "
+        "to close a shared SSH connection, run `ssh -O exit HOST`"
     )
 
 
@@ -354,10 +355,10 @@ def check_gpu_container(plan: DockerPlan) -> Commands:
     if state.silent:
         names = ", ".join(state.silent)
         log_once(f"{names} did not respond in time; assuming unchanged versions", "yellow")
-    # Engines start with these arguments, so they count like a version.
+    # Engines start with these arguments, so changed arguments need a new check, like a new version.
     arguments = tuple(key["gpu_through"].split())
     if receipt and (old_key, receipt.docker_arguments) == (key, arguments):
-        host.noop(f"with these versions, a container has already listed {receipt.gpu}")
+        host.noop(f"a container has already listed {receipt.gpu} with these versions")
         return
     changes = [
         f"{name} {old_key.get(name)} -> {value}"

@@ -81,7 +81,7 @@ def configure_job_proxy(proxy: ProxySettings) -> Commands:
 
 @host_operation
 def configure_docker_proxy(proxy: ProxySettings) -> Commands:
-    """Let docker pull through the proxy; restart docker if it uses a different one.
+    """Let docker pull through the proxy; restart docker if it uses a different proxy.
 
     The owner's own configuration of the same proxy is kept: a restart restarts every container.
     """
@@ -121,7 +121,7 @@ def proxy_file(proxy: ProxySettings) -> ManagedFile:
 def _proxy_address(url: str | SecretRef) -> str:
     address = read_secret(url, setting="proxy.url") if isinstance(url, SecretRef) else url
     if not _VALID_URL.fullmatch(address) or _QUOTES.search(address):
-        message = "invalid URL, expected e.g. http://user:password@proxy.example.org:3128"
+        message = "invalid URL; expected a URL such as http://user:password@proxy.example.org:3128"
         fix = "write quotes, backslashes and spaces in the URL as %22, %27, %5C and %20"
         raise SettingsError.one("proxy.url", message, fix)
     return address
@@ -199,7 +199,8 @@ def start_sharing(jobs: Sequence[Work], fleet: FleetSettings) -> Commands:
         _record_url(address, trees)
     elif trees:
         host.log(
-            "cannot serve files to other hosts, because its address is unknown; set fleet.address"
+            "other hosts cannot download from this host, because its address is unknown; "
+            "set fleet.address"
         )
     yield from place_files(files)
     if serves:
@@ -235,7 +236,7 @@ def _record_url(address: str, trees: Sequence[SharedTree]) -> None:
 @host_operation
 def stop_sharing() -> Commands:
     if current_host() not in _sharing:
-        host.noop("this host serves no peers")
+        host.noop("this host does not serve files to peers")
         return
     yield shell(f"systemctl stop {SHARE_UNIT}; rm -f {SHARE_KEY} {SHARE_SETTINGS}")
     _sharing.discard(current_host())

@@ -47,7 +47,7 @@ def check_links(
             )
             warnings.append(Problem(where, message, "run `apt-get install iputils-ping`"))
         if link.mtu != link.other_mtu:
-            message = f"MTU {link.mtu}, but {link.other_mtu} on {link.host}"
+            message = f"the MTU is {link.mtu} here, but {link.other_mtu} on {link.host}"
             problems.append(Problem(where, message, "set the same MTU on both hosts (netplan)"))
     return Findings(tuple(problems), (*warnings, *_slow_links(host, links)))
 
@@ -86,8 +86,8 @@ def find_cluster_problems(
     for name, survey in survey_by_name.items():
         if survey.memory.cma_free_bytes > survey.memory.cma_total_bytes:
             message = (
-                f"{survey.identity.kernel} keeps memory for a kexec handover (CmaFree is above "
-                "CmaTotal); NCCL reportedly runs out of memory at start"
+                f"{survey.identity.kernel} reserves memory for a kexec handover "
+                "(CmaFree exceeds CmaTotal); NCCL reportedly runs out of memory at start"
             )
             yield Problem(f"{name}: kernel", message, "boot with kho=off, or with a 6.17 kernel")
 
@@ -145,7 +145,7 @@ def _check_ports_free(plan: status.FabricPlan, netplan: Netplan) -> None:
             fix = "select another port with fabric.interfaces"
             problems.append(Problem(where, f"is part of {master}", fix))
         if file := netplan.other_files.get(port.interface):
-            fix = "set the address there, or remove the port from that file"
+            fix = "set the address in that file, or remove the port from it"
             problems.append(Problem(where, f"{file} configures this port", fix))
     if problems:
         raise operations.HostError(*problems)
@@ -299,12 +299,15 @@ def check_speed(
         fix = f"set MTU {link.mtu} on both hosts and on the switch between them"
         return Findings((Problem(where, message, fix),))
     if tcp_gbit_per_s < min(_MIN_FRACTION * link_gbit_per_s, _MIN_GBIT_PER_S):
-        message = f"{tcp_gbit_per_s:.1f} Gb/s to {link.host} over a {link_gbit_per_s:g} Gb/s link"
+        message = f"only {tcp_gbit_per_s:.1f} of {link_gbit_per_s:g} Gb/s arrive at {link.host}"
         fix = "try another cable; check `ethtool -S` for errors and `ip route get` for the route"
         return Findings((Problem(where, message, fix),))
     measured = tcp_gbit_per_s if rdma_gbit_per_s is None else rdma_gbit_per_s
     if measured < _DOUBTFUL_GBIT_PER_S and link_gbit_per_s * 1000 >= _FULL_MBIT_PER_S:
-        message = f"{measured:.1f} Gb/s to {link.host}; a degraded port reportedly carries 13 Gb/s"
+        message = (
+            f"only {measured:.1f} Gb/s arrive at {link.host}; "
+            "a degraded port reportedly reaches 13 Gb/s"
+        )
         usual_speed = "about 92 Gb/s is usual for each of the two interfaces"
         fix = f"measure RDMA with ib_write_bw; {usual_speed}"
         if rdma_gbit_per_s is not None:

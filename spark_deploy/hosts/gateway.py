@@ -104,17 +104,17 @@ def configure_gateway(plan: GatewayPlan) -> Commands:
         yield from _restart_outdated_watchdog(plan, service.active)
         yield tool.command_line(tool.GATEWAY_RELOAD, plan.settings.service)
     elif not changed:
-        host.noop("the gateway is as planned")
+        host.noop("the gateway's configuration is up to date")
 
 
 @host_operation
 def replace_key(plan: GatewayPlan) -> Commands:
     """Replace the key generated on the host; the old key is rejected at once."""
     if plan.key.kind != "generate":
-        message = f"comes from the controller ({plan.key.kind} {plan.key.value[0]})"
-        fail(f"{host.name}: serve.api_key", message, "put the new key there and run deploy.py")
+        message = f"the key comes from the controller ({plan.key.kind} {plan.key.value[0]})"
+        fail(f"{host.name}: serve.api_key", message, "change the key there, then run deploy.py")
     if not read_fact(Status).service(plan.settings.service):
-        message = "does not exist, because no release has been deployed here yet"
+        message = "no key exists, because no release has been deployed on this host yet"
         fail(f"{host.name}: API key", message, "run deploy.py for this host, which creates the key")
     yield tool.command_line(tool.GATEWAY_NEW_KEY, plan.settings.service)
 
@@ -175,7 +175,7 @@ def _tls_files(plan: GatewayPlan, content: "CertificateAndKey") -> list[ManagedF
 def _renew_certificate(
     plan: GatewayPlan, names: tuple[str, ...], ca_dir: str
 ) -> Generator[Any, None, bool]:
-    """Issue a new certificate if the host's is missing or invalid; return whether it was."""
+    """Replace a missing or invalid certificate; return whether this was necessary."""
     from spark_deploy.hosts.certificates import issue_certificate, renewal_reason
 
     tls = tls_paths(plan.settings.service)
@@ -226,7 +226,7 @@ class RejectedCalendar(LineFact):
 @host_operation
 def set_timers(times: Sequence[str], timers: Sequence[ManagedFile]) -> Commands:
     if times and (rejected := host.get_fact(RejectedCalendar, times=tuple(times))):
-        fix = "correct it (see `man systemd.time`); test it with `systemd-analyze calendar TIME`"
+        fix = "see `man systemd.time`, and test the time with `systemd-analyze calendar TIME`"
         fail(f"{host.name}: schedule", f"systemd rejects the time {rejected!r}", fix)
     running = read_fact(Timers)
     planned = sorted(file.path.rpartition("/")[2] for file in timers)

@@ -266,8 +266,8 @@ def gpu_problem(state: Docker) -> Problem | None:
         return None
     return Problem(
         "docker",
-        f"the toolkit has no nvidia-container-runtime, and docker {state.info['ServerVersion']} "
-        "does not read CDI specifications",
+        "the toolkit has no nvidia-container-runtime, "
+        f"and docker {state.info['ServerVersion']} does not read CDI specifications",
         "install nvidia-container-runtime, or set docker.daemon: {features: {cdi: true}} "
         "(docker 25 and newer)",
     )
@@ -344,11 +344,11 @@ _GPU_ERRORS = (
     (
         "(unknown or invalid runtime name|Unknown runtime specified)",
         "the nvidia runtime is not registered",
-        "run again; if that does not help, correct runtimes in /etc/docker/daemon.json",
+        "run again; if that does not help, correct `runtimes` in /etc/docker/daemon.json",
     ),
     (
         "could not select device driver",
-        "docker has no driver for GPUs: the toolkit is missing or newer than docker's start",
+        "docker has no GPU driver: the toolkit is missing, or was installed after docker started",
         "restart docker, then run again",
     ),
     (
@@ -359,18 +359,18 @@ _GPU_ERRORS = (
     ),
     (
         "invoking the NVIDIA Container Runtime Hook directly",
-        "the toolkit is forced to CDI, and docker calls the runtime's hook",
+        "the toolkit accepts only CDI, but docker calls the runtime's hook",
         'set mode = "auto" in /etc/nvidia-container-runtime/config.toml',
     ),
     (
         "exec format error",
-        "the image is for a different architecture, or CDI has emptied the entry point",
+        "the image is for a different architecture, or CDI has cleared its entry point",
         'check images.gpu_check; if the host has a CDI specification, set mode = "legacy" in '
         "/etc/nvidia-container-runtime/config.toml",
     ),
     (
         "Driver/library version mismatch",
-        "the running module and the installed library differ",
+        "the loaded kernel module and the installed library have different versions",
         "reboot the host",
     ),
 )

@@ -133,7 +133,7 @@ def wait_for_jobs(
     continue after a reboot.
     """
     names, target = tuple(job.digest12 for job in jobs), PREPARE.unit(release)
-    # Without jobs only the targets enabled at boot matter, which every cached value has.
+    # Without jobs, only the targets enabled at boot matter, and every cached value lists them.
     cached = None if names else find_cached_value(JobStates)
     states = cached or read_fact(JobStates, jobs=names, target=target)
     replaced = _replaced_targets(release, states.boot_targets) if retire_others else ()
@@ -182,10 +182,10 @@ def compare_donor_tensors(jobs: Sequence[Work]) -> None:
             if actual and expected and expected != actual:
                 fail(
                     f"{host.name}: {proof.tree}",
-                    f"built from FP8 source tensors with sha256 {actual}, but {source} has "
-                    f"{expected}",
-                    "find the hub or proxy that sent different bytes; on the wrong host, move the "
-                    "directory away, then run the deploy again",
+                    f"built from FP8 source tensors with sha256 {actual}, "
+                    f"but {source} has {expected}",
+                    "find the hub or proxy that sent different bytes, "
+                    "move the directory away on the wrong host, then run the deploy again",
                 )
     host.noop("the FP8 source tensors match the lock and the other hosts")
 

@@ -77,7 +77,7 @@ def lease_script(
 ) -> str:
     """Return a script that acquires or renews a lease for ``user``, or prints the holder.
 
-    It replaces a lease with ``dead_token``; with ``check_only`` it does not acquire the lease.
+    The script replaces a lease that has ``dead_token``. With ``check_only`` it acquires no lease.
     """
     lease = shlex.quote(path)
     if_available = "echo available; exit 0" if check_only else ":"
@@ -137,8 +137,8 @@ class ReturnLeases(BaseStateCallback):
             # Python drops handlers at exit, where a second signal would change the exit status.
             atexit.register(signal.pthread_sigmask, signal.SIG_BLOCK, _INTERRUPTS)
             sys.stderr.write(
-                "interrupted: locks released; work already started on the hosts continues, and the "
-                "next run picks it up\n"
+                "interrupted: locks released; "
+                "work already started on the hosts continues, and the next run picks it up\n"
             )
             state.pool.kill(block=False)
             gevent.kill(main, SystemExit(128 + number))  # type: ignore[arg-type]  # never None

@@ -176,8 +176,8 @@ cat > {target}.spark-new; mv -fT {target}.spark-new {target}
     except CommandError as failure:
         if received := re.search(r"sha256=(\w+)", failure.output):
             message = (
-                f"the key at {repository.key_url} has sha256 {received[1]}, "
-                f"not the pinned {repository.key_sha256}; the repository was not added"
+                f"not added: the key at {repository.key_url} has sha256 {received[1]}, "
+                f"but {repository.key_sha256} is pinned"
             )
             fail(where, message, "ask the vendor whether the key changed, then set key_sha256")
         message = f"cannot be added: {failure.output.strip() or failure}"
@@ -190,7 +190,7 @@ def install_command(
 ) -> FunctionCommand:
     """Return a command that installs packages.
 
-    It neither starts nor enables those ``quiet_services`` that are new.
+    New services in ``quiet_services`` are neither started nor enabled.
     """
     return FunctionCommand(_install, [tuple(packages), lock_wait_s, tuple(quiet_services)], {})
 
@@ -215,8 +215,8 @@ def _install(
             simulation = run(host, f"{_APT} -s {_INSTALL} {names}")
             if changes := forbidden_changes(simulation):
                 message = (
-                    f"installing {listed} would change {', '.join(changes)}; driver, kernel and "
-                    "firmware are never changed; no package was installed"
+                    f"not installed: {listed} would change {', '.join(changes)}, "
+                    "but a deploy never changes driver, kernel or firmware"
                 )
                 fix = f"update the system with the vendor's tools, install {listed}, then run again"
                 fail("packages", message, fix)
@@ -226,8 +226,8 @@ def _install(
         # A failed update often explains a missing package.
         updates = "".join(f"\napt-get update: {line}" for line in failed_updates[-3:])
         fix = (
-            "run `apt-get update`; check package names and repositories in the settings, and that "
-            "Ubuntu's universe is enabled"
+            "run `apt-get update`, check package names and repositories in the settings, "
+            "and enable Ubuntu's repository universe"
         )
         fail("packages", f"cannot install {listed}: {tail or failure}{updates}", fix)
     return True

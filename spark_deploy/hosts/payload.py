@@ -1,7 +1,7 @@
 """Files for hosts (tools, units, wheels) and the operations that install them.
 
-Plans contain only their digests. On hosts each version has a directory named by its digest, and a
-link points to the current one.
+Plans contain only digests. On a host, each version has a directory named by its digest, and a link
+points to the current version.
 """
 
 import ast
@@ -37,8 +37,8 @@ FILES = CHECKOUT / "files"
 SITE_REQUIREMENTS = "files/checkpoint/requirements.txt"
 QUANTIZER_REQUIREMENTS = "files/checkpoint/quantizer.txt"
 LAUNCHER = """#!/bin/sh
-# Runs the host tools of the version this file belongs to, ignoring Python of the caller's directory
-# and environment; so do the jobs it starts. SPARK_CALLED_FROM resolves relative file arguments.
+# Runs the host tools installed next to this file. The tools and their jobs ignore Python modules in
+# the caller's directory and environment. SPARK_CALLED_FROM resolves relative file arguments.
 home=$(dirname "$(dirname "$(readlink -f "$0")")")
 export PYTHONSAFEPATH=1 PYTHONNOUSERSITE=1 SPARK_CALLED_FROM="$PWD"
 cd / && PYTHONPATH="$home:$(dirname "$home")/site" exec /usr/bin/python3 -m spark_host "$@"
@@ -151,12 +151,12 @@ def _download_wheels(requirements: str, python_version: str, machine: str, folde
         raise SparkError.one(
             requirements,
             f"cannot download the pinned wheels for Python {python_version} on {machine}: {reason}",
-            "connect this machine to the package index once; hosts do not need it",
+            "connect this machine to the package index once; hosts need no access to it",
         )
 
 
-# Some verbs must work without installed host tools. They are then sent on standard input as a zip
-# and imported from memory.
+# Some verbs must work without installed host tools. The tools are then sent on standard input as a
+# zip and imported from memory.
 _LOADER = """
 import base64, os, sys
 zip = os.memfd_create("spark-host")
@@ -273,7 +273,7 @@ def install_site(identity: PayloadIdentity) -> Commands:
     site = read_fact(PythonSite)
     if not site.python_version:
         fix = "install the package python3 on the host"
-        fail(f"{host.name}: python3", "is missing or does not print its version", fix)
+        fail(f"{host.name}: python3", "python3 is missing or does not print its version", fix)
     path, digest = site_archive(identity.python_requirements, site.python_version, site.machine)
     home = f"{TOOLS_DIR}/site-{digest[:12]}"
     if (site.target, site.receipt) == (home, digest):

@@ -51,20 +51,21 @@ def _identity_findings(plan: PreflightPlan, survey: Survey) -> Iterator[Finding]
         return
     if expect.gpu_name == GB10 and _GB10_PCI_ID not in identity.pci:
         nvidia = ", ".join(device for device in identity.pci if device.startswith("10de:"))
-        message = f"no device {_GB10_PCI_ID} (NVIDIA devices found: {nvidia or 'none'})"
+        message = f"device {_GB10_PCI_ID} is missing (NVIDIA devices found: {nvidia or 'none'})"
         fix = "check `lspci`; if the GPU fell off the bus, power-cycle the host"
         yield error("PCI", message, fix)
         return
     if f"{identity.os_id} {identity.os_version}" != expect.os:
         message = f"{identity.os_name or identity.os_id or 'unknown'}, expected {expect.os}"
-        fix = "install the expected release, or set expect.os if you have tested this one"
+        fix = "install the expected system, or set expect.os if you have tested this system"
         yield error("operating system", message, fix)
     if expect.dgx_os != "ignore" and not identity.dgx_release:
         problem = Problem(
             "DGX OS",
             "/etc/dgx-release is missing",
-            "install the kernel parameters and the watchdog driver that DGX OS provides, or the "
-            "board resets about every 20 minutes; then set expect.dgx_os: ignore",
+            "install the kernel parameters and watchdog driver of DGX OS "
+            "(the board otherwise resets about every 20 minutes), "
+            "then set expect.dgx_os: ignore",
         )
         yield Finding(expect.dgx_os == "require", problem)
     yield from _driver_findings(plan, survey.gpu)
@@ -73,8 +74,8 @@ def _identity_findings(plan: PreflightPlan, survey: Survey) -> Iterator[Finding]
 _DRIVER_FIX = {
     "missing": "install the driver with the DGX Dashboard or the vendor's instructions; "
     "this tool never installs or changes a driver",
-    "no-driver": "reboot to load the module; if that does not help, check `dmesg | grep NVRM` and "
-    "finish the vendor's update",
+    "no-driver": "reboot to load the module; if that does not help, "
+    "check `dmesg | grep NVRM` and finish the vendor's update",
     "mismatch": "reboot to load the installed version, or set reboot: allow",
     "no-devices": "finish the vendor's update, then power-cycle the host",
     "error": "check `nvidia-smi` and `dmesg | grep NVRM` on the host",
@@ -95,7 +96,7 @@ def _driver_findings(plan: PreflightPlan, gpu: GpuState) -> Iterator[Finding]:
         message = f"{version} is older than {_MIN_DRIVER}"
         yield error("driver", message, "update the system with the DGX Dashboard, then reboot")
     if module and module != version:
-        message = f"module {module} is loaded, library {version} is installed"
+        message = f"kernel module {module} is loaded, but library {version} is installed"
         yield error("driver", message, _DRIVER_FIX["mismatch"])
     if len(gpu.driver_branches) > 1:
         message = f"driver packages from several branches: {', '.join(gpu.driver_branches)}"
@@ -114,11 +115,11 @@ def _health_findings(plan: PreflightPlan, survey: Survey) -> Iterator[Finding]:
         yield error("sudo", message, "run `pyinfra INVENTORY deploys/bootstrap.py` once")
     # Without root, docker cannot respond.
     if survey.docker_silent == "active" and survey.sudo_works:
-        message = "the daemon is running but does not respond, so unmanaged containers are unknown"
+        message = "docker is running but does not respond, so its containers cannot be checked"
         fix = "check `journalctl -u docker` on the host; restart docker if needed"
         yield error("docker", message, fix)
     elif survey.docker_silent not in ("", "active"):
-        message = f"its unit is {survey.docker_silent}, so unmanaged containers are not known yet"
+        message = f"docker is {survey.docker_silent}, so its containers cannot be checked yet"
         fix = "no action needed: the deploy starts docker and then checks its containers"
         yield warning("docker", message, fix)
     ahead_s = survey.identity.clock_ahead_s
@@ -126,18 +127,18 @@ def _health_findings(plan: PreflightPlan, survey: Survey) -> Iterator[Finding]:
         direction = "ahead of" if ahead_s > 0 else "behind"
         yield warning(
             "clock",
-            f"{abs(ahead_s) / 60:,.0f} minutes {direction} this machine's: package lists, "
-            "certificates and keys may be rejected",
+            f"the host's clock is {abs(ahead_s) / 60:,.0f} minutes {direction} this machine's; "
+            "package lists, certificates and keys may be rejected",
             "run `timedatectl set-ntp true` on the machine with the wrong clock",
         )
     yield from _kernel_findings(survey)
     blocks = survey.memory.blocks
     if blocks is not None and blocks.is_fragmented:
-        message = f"fragmented: {blocks}; the GPU driver needs contiguous blocks"
-        fix = "an engine's start compacts it; if the start fails, reboot the host"
+        message = f"memory is fragmented ({blocks}), but the GPU driver needs contiguous blocks"
+        fix = "start an engine, which compacts memory; if the start fails, reboot the host"
         yield warning("memory", message, fix)
     if pending := survey.identity.boot.reboot_reason:
-        fix = "reboot the host, or set reboot: allow to have the deploy do it"
+        fix = "reboot the host, or set reboot: allow to let the deploy reboot it"
         yield warning("reboot", f"pending: {pending}", fix)
     for daily in survey.daily:
         yield warning(f"daily check: {daily.where}", daily.what, daily.fix)
@@ -170,7 +171,7 @@ def _package_findings(survey: Survey) -> Iterator[Finding]:
         yield error("packages", f"half installed: {', '.join(required)}", fix)
     if repairable:
         message = f"half installed: {', '.join(repairable)}"
-        yield warning("packages", message, "no action needed: the deploy installs them again")
+        yield warning("packages", message, "no action needed: the deploy reinstalls these packages")
     if optional:
         message = f"half installed: {', '.join(optional)}; the engine does not need them"
         yield warning("packages", message, fix)
@@ -179,8 +180,8 @@ def _package_findings(survey: Survey) -> Iterator[Finding]:
 # Prefix of `uname -r` -> fault, kernel parameter that avoids it, source.
 _FAULTY_KERNELS = {
     "7.0.0-1019-": (
-        "keeps about 9 GiB for a kexec handover, where pinning fails: CUDA and NCCL "
-        "are reported to run out of memory",
+        "reserves about 9 GiB for a kexec handover, where memory cannot be pinned; "
+        "CUDA and NCCL reportedly run out of memory",
         "kho=off",
         "NVIDIA/NV-Kernels#590; NVIDIA/open-gpu-kernel-modules#1358",
     )
@@ -191,8 +192,8 @@ def _kernel_findings(survey: Survey) -> Iterator[Finding]:
     memory, kernel = survey.memory, survey.identity.kernel
     if memory.cma_free_bytes > memory.cma_total_bytes:
         message = (
-            f"{kernel} counts {memory.cma_free_bytes / capacity.GIB:.1f} GiB as free that "
-            "the GPU cannot use (CmaFree exceeds CmaTotal in /proc/meminfo: kexec handover)"
+            f"{kernel} reserves memory for a kexec handover (CmaFree exceeds CmaTotal), "
+            f"so the GPU cannot use {memory.cma_free_bytes / capacity.GIB:.1f} GiB of free memory"
         )
         yield warning("kernel", message, "boot with kho=off, or with a 6.17 kernel")
         return
@@ -211,11 +212,11 @@ def host_key_problems(name: str, surveys: Mapping[str, Survey]) -> Iterator[Prob
     ]
     if key and others:
         fix = (
-            "list each machine only once; if these are different machines, run `rm "
-            "/etc/ssh/ssh_host_*; ssh-keygen -A; systemctl restart ssh` on each, then here "
-            "`ssh-keygen -R NAME`, and run deploys/bootstrap.py"
+            "list each machine only once; if these are different machines, run "
+            "`rm /etc/ssh/ssh_host_*; ssh-keygen -A; systemctl restart ssh` on each machine, "
+            "then run `ssh-keygen -R NAME` and deploys/bootstrap.py here"
         )
-        yield Problem("SSH host key", f"{', '.join(others)} has the same key", fix)
+        yield Problem("SSH host key", f"the same key is used by {', '.join(others)}", fix)
 
 
 def fact_arguments(plan: PreflightPlan) -> dict[str, Any]:

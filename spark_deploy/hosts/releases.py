@@ -60,7 +60,7 @@ def require_members(members: Sequence[str]) -> None:
     missing = [name for name in members if name not in active]
     if missing:
         fix = "fix that host and run again; cluster members are always updated together"
-        message = f"not changed: cluster members failed or are unreachable: {', '.join(missing)}"
+        message = f"not changed, because members failed or are unreachable: {', '.join(missing)}"
         operations.fail(this_host.name, message, fix)
 
 
@@ -86,7 +86,7 @@ def _begin_and_watch(state: State, host: Host, begin: str, timeout_s: int) -> bo
         return _watch(state, host, started.release, poll, timeout_s, subject)
     except ConnectError as error:
         fix = (
-            "run again when the host is reachable; it finishes or rolls back the rollout by itself"
+            "the host finishes or rolls back the rollout by itself; run again when it is reachable"
         )
         raise operations.HostError(unreachable(f"{host.name}: rollout", str(error), fix)) from error
 
@@ -94,7 +94,7 @@ def _begin_and_watch(state: State, host: Host, begin: str, timeout_s: int) -> bo
 def _watch(state: State, host: Host, release: str, poll: str, timeout_s: int, subject: str) -> bool:
     deadline = time.monotonic() + timeout_s
     last_text, logged_at_s = "", 0.0
-    # A screen that updates in place shows every number; a log only new steps.
+    # A screen updates in place and shows every number; a log shows only new steps.
     handlers = getattr(state, "callback_handlers", ())
     shows_all = any(getattr(handler, "follows_progress", False) for handler in handlers)
     while time.monotonic() < deadline:
@@ -173,7 +173,7 @@ def verify_rollback(service: str, configured_selection: str) -> None:
     status = read_fact(Status)
     state = status.service(service)
     release = state.known_good if state else None
-    reason = "no release has passed its check here"
+    reason = "no release has passed its check on this host"
     if release:
         reason = status.unproven_reason(service, release)
     if reason:

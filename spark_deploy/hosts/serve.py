@@ -43,18 +43,18 @@ def install_release(
     if not read_fact(ExistingUsers, users=tuple(users)).issuperset(users):
         yield tool.MAKE_USERS
     elif not changed:
-        host.noop(f"release {release.name} is in place")
+        host.noop(f"release {release.name} is installed")
 
 
 @host_operation
 def start_service(release: Release, timeout_s: int) -> Commands:
-    """Start the release on all hosts where this interrupts no service, in parallel."""
+    """Start the release, in parallel, on all hosts where this interrupts no service."""
     if release.cluster is not None:
         host.noop("a later operation updates all cluster members together")
         return
     status = read_fact(Status)
     if status.would_replace(release.service, release.name):
-        host.noop("a later operation replaces the current release, in waves of hosts")
+        host.noop("a later operation replaces the current release, one wave of hosts at a time")
         return
     if reason := _rollout_reason(release, status):
         commands.log_once(f"{release.name}: {reason}")
@@ -64,7 +64,7 @@ def start_service(release: Release, timeout_s: int) -> Commands:
 
 def _rollout_reason(release: Release, status: HostStatus) -> str:
     if commands.is_planned(f"{release.name} is served"):
-        host.noop("an earlier operation starts it")
+        host.noop("an earlier operation starts this release")
         return ""
     if message := status.stop_message(release.service):
         commands.log_once(message, "yellow")
@@ -106,7 +106,7 @@ def roll_out(release: Release, timeout_s: int, scheduled: Sequence[Release] = ()
     rollback = state.rolled_back if state else None
     if rollback and rollback.to != release.name:
         commands.log_once(
-            f"was rolled back from {rollback.from_release} to {rollback.to} ({rollback.at}); "
+            f"was rolled back from {rollback.from_release} to {rollback.to} at {rollback.at}, "
             f"but the settings select {release.name}"
         )
     commands.log_once(f"{release.name}: {reason}")
@@ -234,7 +234,7 @@ def _reboot(state: State, host: Host, reason: str, plan: PreflightPlan, release:
         _wait_until_rebooted(host, boot_id)
         return _wait_until_serving(state, host, release) and _clear_marker(host, plan)
     except (commands.CommandError, ConnectError) as error:
-        fix = "check its console; the other hosts were not rebooted"
+        fix = "check the host's console; the other hosts were not rebooted"
         fail(f"{host.name}: reboot", str(error), fix)
 
 
@@ -247,7 +247,7 @@ def _wait_until_rebooted(host: Host, old_boot_id: str) -> None:
             host.log("the host has rebooted")
             return
     message = f"the host did not reboot within {_REBOOT_TIMEOUT_S} s"
-    fail(f"{host.name}: reboot", message, "reboot it by hand, then run again")
+    fail(f"{host.name}: reboot", message, "reboot the host by hand, then run again")
 
 
 def _wait_until_serving(state: State, host: Host, target: Release) -> bool:
@@ -279,7 +279,7 @@ def _wait_until_serving(state: State, host: Host, target: Release) -> bool:
 
 def _require_readable(host: Host, status: HostStatus) -> None:
     if status.unreadable:
-        fix = "deploy it with `reboot: report` first, then allow reboots"
+        fix = "first deploy this host with `reboot: report`, then allow reboots"
         fail(host.name, status.unreadable, fix)
 
 

@@ -115,7 +115,7 @@ class HostStatus:
         return release
 
     def unit_overrides(self, accepted: Collection[str]) -> tuple[str, ...]:
-        """Return the files that change our units and that the owner does not accept."""
+        """Return the files that change our units, without the accepted files."""
         paths = self.report.unit_overrides if self.report else ()
         return tuple(path for path in paths if path not in accepted)
 
@@ -164,7 +164,10 @@ class HostStatus:
         reasons = (
             (state.active != release, f"serves {state.active or 'nothing'}"),
             (state.known_good != release, "the check has not passed yet"),
-            (state.enabled != (release,), f"boots {', '.join(state.enabled) or 'nothing'}"),
+            (
+                state.enabled != (release,),
+                f"boots with {', '.join(state.enabled) or 'nothing'}",
+            ),
             (unproven, f"proof: {unproven}"),
             (has_gateway and not state.traffic_open, "the gateway is closed"),
             (has_gateway and gateway.active != "active", "the gateway is not running"),
@@ -178,7 +181,7 @@ class HostStatus:
 
 def unit_overrides_problem(paths: Iterable[str]) -> Problem:
     """Describe files that change our units, because they can start an engine without its check."""
-    fix = "remove them and run `systemctl daemon-reload`, or list them in expect.unit_overrides"
+    fix = "remove these and run `systemctl daemon-reload`, or list them in expect.unit_overrides"
     return Problem("systemd", f"{', '.join(paths)}: not written by a deploy", fix)
 
 
@@ -237,7 +240,7 @@ _USAGE = f"{tool.TOOL} "  # start of the output for an unknown verb
 
 
 def _no_tools() -> Problem:
-    message = "does not respond: the host tools are missing or older than this checkout"
+    message = "the host tools are missing or older than this checkout"
     return Problem("spark-host", message, "run deploy.py for this host first")
 
 

@@ -1,4 +1,4 @@
-"""Read everything about a host that preflight checks, with a single command."""
+"""Read everything that preflight checks on a host, with a single command."""
 
 import re
 import time
@@ -117,7 +117,7 @@ def parse_memory(sections: facts.Sections) -> Memory:
     total, available, cma_total, cma_free = (
         kib.get(key, 0) * 1024 for key in ("MemTotal", "MemAvailable", "CmaTotal", "CmaFree")
     )
-    # The page size is the first line, and the only one on a host without /proc/buddyinfo.
+    # The first line is the page size; on a host without /proc/buddyinfo it is the only line.
     page_bytes, *zones = [*sections["buddyinfo"], ""]
     failures = "".join(sections["driver-memory"])
     return Memory(

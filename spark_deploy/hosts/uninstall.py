@@ -58,7 +58,7 @@ def describe_prune(result: Pruning) -> Iterator[str]:
         if item.kind != "job":
             yield f"remove {gigabytes(item.bytes):>9}  {item.kind} {item.name}"
     if jobs:
-        yield f"remove            state files of {len(jobs)} jobs that built them"
+        yield f"remove            state files of {len(jobs)} finished jobs"
     for name, reason in sorted(result.kept.items()):
         yield f"keep              release {name}: {reason}"
     for path in result.unmanaged:
@@ -174,11 +174,11 @@ _MAX_NAMES = 12
 def describe_uninstall(result: UninstallManifest) -> Iterator[str]:
     """Describe removed and kept resources, grouped by kind and by the reason to keep them."""
     if result.baseline_at is None and result.items:
-        yield "the state before the first deploy is unknown: resources that may be older are kept"
+        yield "older resources may be kept, because the state before the first deploy is unknown"
     groups: dict[tuple[str, str], list[ManagedItem]] = {}
     for kind in dict.fromkeys(item.kind for item in result.items):
         items = [item for item in result.items if item.kind == kind]
-        # First the removed items, which have no reason to stay.
+        # Removed items come first; their reason is empty.
         for item in sorted(items, key=lambda item: item.kept_because != ""):
             groups.setdefault((kind, item.kept_because), []).append(item)
     for (kind, reason), items in groups.items():
@@ -277,7 +277,7 @@ def _artifact_resources(plan: HostPlan, payload: Payload) -> Iterator[Resource]:
 def _artifact(job: Job, operation: str) -> Resource:
     if isinstance(job.proof, ReceiptProof):
         return Resource("tree", job.proof.tree, operation)
-    assert isinstance(job.proof, ImageProof)  # no job of a served model is a removal
+    assert isinstance(job.proof, ImageProof)  # jobs of a served model remove nothing
     return Resource("image", job.proof.image, operation)
 
 

@@ -110,9 +110,9 @@ def test_rejects_a_host_without_runtime_and_cdi():
     [
         ("docker-run--unknown-runtime--03.txt", "not registered"),
         ("docker-run--unknown-runtime-old--05.txt", "not registered"),
-        ("docker-run--no-device-driver--04.txt", "no driver for GPUs"),
+        ("docker-run--no-device-driver--04.txt", "no GPU driver"),
         ("docker-run--cdi-unresolvable--02.txt", "through CDI"),
-        ("docker-run--cdi-mode-gpus-flag--01.txt", "forced to CDI"),
+        ("docker-run--cdi-mode-gpus-flag--01.txt", "accepts only CDI"),
         ("docker-logs--exec-format-error--01.txt", "a different architecture"),
         ("nvidia-smi--driver-library-mismatch--01.txt", "module and the installed library"),
         ("nvidia-smi--no-driver--01.txt", "lists no GPU"),

@@ -22,7 +22,7 @@ REACHED = {LINK.address: "yes", TWIN.address: "yes"}
         ((LINK, TWIN), REACHED, [], []),
         ((LINK, TWIN), {**REACHED, TWIN.address: "no"},
          ["fab1: spark-2 (192.168.101.12) does not reply to 9000-byte packets"], []),
-        ((replace(LINK, other_mtu=1500), TWIN), REACHED, ["fab0: MTU 9000, but 1500 on"], []),
+        ((replace(LINK, other_mtu=1500), TWIN), REACHED, ["fab0: the MTU is 9000 here, but 1500 on"], []),
         ((replace(LINK, speed_mbit_per_s=100000), TWIN), REACHED, [],
          ["the link runs at 100 Gb/s instead of 200 Gb/s"]),
         ((replace(LINK, mtu=1500, other_mtu=1500), TWIN), REACHED, [], ["MTU 1500"]),
@@ -61,10 +61,10 @@ def test_reports_kernels_that_reserve_memory_for_kexec():
     [
         (200000, 88.0, "", ""),
         (200000, 26.0, "", ""),
-        (200000, 13.2, "", "degraded port reportedly carries 13"),
-        (200000, 0.94, "0.9 Gb/s to spark-2 over a 200", ""),
+        (200000, 13.2, "", "degraded port reportedly reaches 13"),
+        (200000, 0.94, "0.9 of 200 Gb/s", ""),
         (10000, 9.4, "", ""),
-        (10000, 0.94, "0.9 Gb/s to spark-2 over a 10", ""),
+        (10000, 0.94, "0.9 of 10 Gb/s", ""),
         (1000, 0.94, "", ""),
         (None, 0.94, "", ""),
         (None, 0.0, "full-size packets do not reach spark-2", ""),
@@ -130,7 +130,7 @@ def test_fabric_speed_dry_run_sends_no_traffic(monkeypatch):
 @pytest.mark.parametrize(
     ("sender", "listener", "reached", "message"),
     [
-        (cable_end(0.9), cable_end(), "yes", "0.9 Gb/s to spark-2 over a 200"),
+        (cable_end(0.9), cable_end(), "yes", "0.9 of 200 Gb/s"),
         (cable_end(88), cable_end(), "no", "does not reply to 9000-byte packets"),
         (cable_end(error="x"), cable_end(error=f"{ERROR}fab0:20000: cannot listen; fix: y"),
          "yes", "cannot listen"),
@@ -155,7 +155,7 @@ PERFTEST = """
     [
         (13.2, None, "", "install perftest", True),
         (20, "92.54", "", "92.5 Gb/s RDMA", False),
-        (88, "13.10", "", "13.1 Gb/s to spark-2", True),
+        (88, "13.10", "", "13.1 Gb/s arrive at spark-2", True),
         (88, "", None, "install perftest", False),
         (88, "malformed", "", "ib_write_bw failed", False),
     ],
@@ -167,7 +167,7 @@ def test_fabric_measurement_uses_rdma_if_perftest_is_installed(
     listener = cable_end(rdma=listener_rdma)
     assert measure(monkeypatch, sender, listener) == []
     assert logged in sender.log_text
-    assert ("reportedly carries 13" in sender.log_text) is degraded
+    assert ("reportedly reaches 13" in sender.log_text) is degraded
     if sender_rdma:
         [*_, (listen, _)], [*_, (send, _)] = listener.commands, sender.commands
         assert "--bind_source_ip 192.168.100.12" in listen

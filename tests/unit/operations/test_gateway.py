@@ -201,7 +201,7 @@ def test_private_ca_issues_a_certificate_only_once(private_ca, tmp_path):
         (
             FakeHost(Status=HostStatus(None)),
             GENERATED,
-            r"_report_failure\(.*no release has been deployed here",
+            r"_report_failure\(.*no release has been deployed on this host",
         ),
     ],
 )

@@ -148,7 +148,7 @@ def test_prune_lists_each_item_once_with_its_size(executing):
     assert "7.25 GB  tree /srv/spark/models/x" in text
     assert f"release {OLD}: serving" in text
     assert "/srv/spark/models/mine: unmanaged" in text
-    assert "state files of 1 jobs" in text
+    assert "state files of 1 finished jobs" in text
 
 
 def test_prune_without_items_runs_no_command():
@@ -280,7 +280,7 @@ def test_dry_run_predicts_the_first_start_only_once():
     with on(host, executing=False):
         first = list(serve.start_service._inner(PLAN, 60))
         second = list(serve.roll_out._inner(PLAN, 60))
-    assert (len(first), second, host.noops) == (1, [], ["an earlier operation starts it"])
+    assert (len(first), second, host.noops) == (1, [], ["an earlier operation starts this release"])
 
 
 BEGUN = '{"release": "r", "request": "id1", "joined": false}'

@@ -111,7 +111,7 @@ def test_unusable_certificate_and_key_are_rejected(tmp_path, monkeypatch):
 
 def test_certificate_is_renewed_only_if_it_expires_or_no_longer_matches(tmp_path):
     ca = str(tmp_path / "ca")
-    assert "no CA" in renewal_reason(b"", b"", NAMES, ca)
+    assert "creating a CA" in renewal_reason(b"", b"", NAMES, ca)
     assert not (tmp_path / "ca").exists()
     issued, other = issue_certificate(NAMES, ca), issue_certificate(NAMES, ca)
     due = issue_certificate(NAMES, ca, days=certificates.RENEW_DAYS - 1)
@@ -120,9 +120,9 @@ def test_certificate_is_renewed_only_if_it_expires_or_no_longer_matches(tmp_path
         (b"", issued.key, NAMES, "no certificate"),
         (issued.certificate, other.key, NAMES, "does not match"),
         (issued.certificate, issued.key, (*NAMES, "new.org"), "does not cover new.org"),
-        (due.certificate, due.key, NAMES, "it expires on"),
-        (foreign.certificate, foreign.key, NAMES, "not issued by"),
-        (b"rubbish", issued.key, NAMES, "not issued by"),
+        (due.certificate, due.key, NAMES, "the certificate expires on"),
+        (foreign.certificate, foreign.key, NAMES, "did not issue"),
+        (b"rubbish", issued.key, NAMES, "did not issue"),
     ):
         assert reason in renewal_reason(certificate, public_key_of(key), names, ca)
     assert renewal_reason(issued.certificate, public_key_of(issued.key), NAMES, ca) == ""

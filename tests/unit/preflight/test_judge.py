@@ -138,8 +138,8 @@ CASES = {
     ),
     "read-only disk": rejected("/var/lib is read-only|remount", read_only=["/var/lib"]),
     # Other users must not be able to replace models.
-    "owned by a user": writable("ann/ann/755//data", "ann owns it"),
-    "owned by an unknown user": writable("1007/1007/755//data", "1007 owns it"),
+    "owned by a user": writable("ann/ann/755//data", "ann owns this"),
+    "owned by an unknown user": writable("1007/1007/755//data", "1007 owns this"),
     "world-writable": writable("root/root/777//data", "every user can"),
     "group-writable": writable("root/users/2775//data", "group users can"),
     "root only": fits(parents=[ROOT, "root/root/755//srv"]),
@@ -147,7 +147,7 @@ CASES = {
     "group root": fits(parents=[ROOT, "root/root/775//srv"]),
     "other group without write access": fits(parents=[ROOT, "root/staff/755//a"]),
     "architecture": rejected("architecture|x86_64|aarch64", uname=["x86_64", "6"], smi=[], pci=[]),
-    "board": rejected("PCI|no device 10de:2e12|10de:2e03", pci=["10de:2e03"], smi=[]),
+    "board": rejected("PCI|device 10de:2e12|10de:2e03", pci=["10de:2e03"], smi=[]),
     "no nvidia-smi": rejected("driver|not installed|never installs", smi=[]),
     "no driver": rejected("driver|couldn't communicate|reboot", smi=[NO_DRIVER, "rc=9"]),
     "mismatch": rejected("driver|version mismatch|reboot", smi=[MISMATCH, "rc=18"]),
@@ -185,16 +185,16 @@ CASES = {
     "faulty kernel with parameter": fits(**kernel("7.0.0-1019-nvidia", "quiet kho=off")),
     "newer kernel": fits(**kernel("6.17.0-1032-nvidia", "quiet")),
     "blocks healthy": fits(**fragmented("healthy")),
-    "blocks fragmented": warned("memory: fragmented", **fragmented("fragmented")),
+    "blocks fragmented": warned("memory is fragmented", **fragmented("fragmented")),
     "blocks low": fits(**fragmented("low")),
-    "docker down": warned("docker|unit is failed", containers=["unreachable failed"]),
+    "docker down": warned("docker is failed", containers=["unreachable failed"]),
     "docker silent": rejected("docker|does not respond", containers=["unreachable active"]),
     "docker without sudo": rejected(
         "cannot become root", sudo=["no", "ann"], containers=["unreachable active"]
     ),
     "incomplete update": warned("torn score 3 against OTA2.2|DGX Dashboard", torn=INCOMPLETE),
     "pending reboot": warned("reboot|libc6", reboot=["required", "libc6"]),
-    "smaller pool": rejected("119.7 GiB in total", needs={"memory_total_min_bytes": 200 << 30}),
+    "smaller pool": rejected("119.7 GiB of memory", needs={"memory_total_min_bytes": 200 << 30}),
     "no tailscale, not needed": fits(tailscale=NO_TAILSCALE),
     "no tailscale": rejected("not found|`tailscale up`", needs=TAILSCALE, tailscale=NO_TAILSCALE),
     "tailscale stopped": rejected(
@@ -213,18 +213,18 @@ CASES = {
         needs=small(110, 97), **memory(96000000),
     ),
     "smaller pool than planned": rejected(
-        "memory|113.5 GiB in total|set memory.total_gib to 113.4",
+        "memory|113.5 GiB of memory|set memory.total_gib to 113.4",
         needs=small(117), **memory(115000000, "MemTotal: 119000000 kB"),
     ),
     "host smaller than the engine": rejected(
-        "23.5 GiB in total|117.0 GiB|97.0 GiB|smaller model|--data memory.total_gib=23.5",
+        "23.5 GiB of memory|117.0 GiB|97.0 GiB|smaller model|--data memory.total_gib=23.5",
         needs=small(117, 97), **memory(23000000, "MemTotal: 24641536 kB"),
     ),
     "a process, and enough memory": warned("process gnome-shell", processes=GNOME_SHELL),
     "an allowed process": fits({"allow_memory_holders": ("gnome-shell",)}, processes=GNOME_SHELL),
     "two places on a filesystem": rejected(
-        "disk /: 100.0 GiB free; the deploy writes 100.0 GiB|keeps 20.0 GiB free|free 20.0 GiB"
-        "|`docker image prune -a` frees up to 11.5 GiB", **places(0, 104857600, "/dev/a"),
+        "disk /: only 100.0 GiB are|writes 100.0 GiB|keeps 20.0 GiB free|free 20.0 GiB"
+        "|`docker image prune -a`|up to 11.5 GiB", **places(0, 104857600, "/dev/a"),
     ),
     "bytes in place": fits(**places(83886080, 26214400, **IMAGE)),
     "full disk, nothing to write": fits(**places(83886080, 1024, "/dev/a", **IMAGE)),
@@ -331,7 +331,7 @@ def test_hosts_with_the_same_ssh_host_key_are_reported():
     without = survey(host_key=[])
     surveys = {"a": key, "b": other, "c": key, "d": without, "e": without}
     warnings = [(name, p.what) for name in surveys for p in host_key_problems(name, surveys)]
-    assert warnings == [("a", "c has the same key"), ("c", "a has the same key")]
+    assert warnings == [("a", "the same key is used by c"), ("c", "the same key is used by a")]
 
 
 def test_all_problems_are_reported_at_once():
