@@ -14,7 +14,31 @@ def run(case: dict[str, Any], out: Path) -> dict[str, Any]:
         from proofs.recall.engine import WAYS
 
         WAYS[name]()
-    return sample(case) if "settings" in case else engine_case.run(case, out)
+    if "settings" in case:
+        return sample(case)
+    requested, read = count_rows() if case.get("count_rows") else (set(), set())
+    result = engine_case.run(case, out)
+    return {**result, "rows_requested": len(requested), "requested_and_read": len(requested & read)}
+
+
+def count_rows() -> tuple[set[int], set[int]]:
+    """Return sets to which the plugin adds numbers of rows that it requests ahead, and reads."""
+    from spark_vllm.ngram_table import Table
+
+    requested: set[int] = set()
+    read: set[int] = set()
+    request, lookup = Table.request, Table.lookup
+
+    def counted_request(self: Any, ids: Any) -> None:
+        requested.update(ids.ravel().tolist())
+        request(self, ids)
+
+    def counted_lookup(self: Any, ids: Any, out: Any) -> None:
+        read.update(ids.tolist())
+        lookup(self, ids, out)
+
+    Table.request, Table.lookup = counted_request, counted_lookup  # type: ignore[method-assign]
+    return requested, read
 
 
 def sample(case: dict[str, Any]) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def judge_sampling(results: Results, work: Path, trees: Path) -> list[Row]:
 
 
 RAIL = "prefixes-with-sparse-attention"
-PLAIN, DAMAGED = "talk-plain", "talk-damage-states"
+PLAIN, DAMAGED, FILE = "talk-plain", "talk-damage-states", "talk-file-cache-full-mtp3"
 
 
 def prefix_cases() -> list[Row]:
@@ -66,7 +66,7 @@ def prefix_cases() -> list[Row]:
         case(PLAIN, "talk-nvfp4", **stock, options=plain),
         case("talk-cache", "talk-nvfp4", **stock, options=kept),
         case("talk-cache-full-mtp2", "talk-nvfp4", **stock, options={**full, **mtp(2)}),
-        case("talk-file-cache-full-mtp3", "talk-file", **talk, options={**full, **mtp(3)}),
+        case(FILE, "talk-file", **talk, options={**full, **mtp(3)}, count_rows=True),
         case(DAMAGED, "talk-nvfp4", **stock, damage=["states"], options=kept),
     ]
 
@@ -93,7 +93,12 @@ def judge_prefixes(results: Results, work: Path, trees: Path) -> list[Row]:
     noise = max(word.change for word in calm)
     rails = yaml.safe_load((CHECKOUT / "catalog/guard_rails.yml").read_text("utf-8"))["rails"]
     refused = any(rail["rule"] == RAIL and rail["effect"] == "refuse" for rail in rails)
-    judged = (name for name in ran if name != PLAIN)
+    judged = [name for name in ran if name != PLAIN]
+    if FILE in ran:
+        requested, used = (ran[FILE][key] for key in ("rows_requested", "requested_and_read"))
+        claim = f"{FILE}: the engine reads the rows that the plugin requests ahead"
+        numbers = {"requested": requested, "read": used}
+        rows.append(row(claim, used > 0.99 * requested > 0, [FILE], **numbers))
     return rows + [
         attempt(name, _judge_hits, name, ran[name], words[name], noise, refused) for name in judged
     ]

@@ -153,6 +153,11 @@ class Table:
         rows: Rows = self._rows[blocks, offsets]
         return rows
 
+    def request(self, ids: Ids) -> None:
+        """Ask the system to read rows; another thread may call it during a lookup."""
+        for number in np.unique(ids // self.header.rows_per_block + 1).tolist():
+            self._prefetch(number)
+
     def _prefetch(self, number: int) -> None:
         offset = number * BLOCK_BYTES
         os.posix_fadvise(self._file, offset, BLOCK_BYTES, os.POSIX_FADV_WILLNEED)
@@ -169,6 +174,22 @@ class Table:
         if _checksum(self._block, number) != self._block[_CHECKED_BYTES:]:
             raise DamagedTableError(self.path, f"block {number} is damaged")
         self._verified[number] = True
+
+
+def compute_next_ids(prompt: Ids, start: int, end: int, *hash_parts: Ids) -> Ids:
+    """Return the ids of as many tokens after ``end`` as lie between ``start`` and ``end``.
+
+    The engine also starts n-grams anew after an end of text; ids then differ for a few tokens.
+    """
+    multipliers, sizes, offsets = hash_parts
+    context = len(multipliers) - 1
+    places = np.arange(max(end, context), min(2 * end - start, len(prompt)))
+    mixed, ids = prompt[places] * multipliers[0], []
+    for shift in range(1, context + 1):
+        mixed = mixed ^ prompt[places - shift] * multipliers[shift]
+        heads = np.split(np.arange(len(sizes)), context)[shift - 1]
+        ids.append(mixed[:, None] % sizes[heads] + offsets[heads])
+    return np.concatenate(ids, axis=1)
 
 
 @dataclass(frozen=True)

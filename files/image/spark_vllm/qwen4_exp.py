@@ -10,9 +10,12 @@ import ctypes
 import functools
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import vllm.models.qwen4_exp.nvidia.ngram_embedding as ngram_embedding
 from vllm.compilation.breakable_cudagraph import eager_break_during_capture
@@ -26,13 +29,16 @@ from vllm.models.qwen4_exp.common.ngram_embedding import (
 )
 from vllm.models.qwen4_exp.nvidia.hyperconnection import GatedResidual
 from vllm.models.qwen4_exp.nvidia.model import Qwen4ExpForConditionalGeneration
+from vllm.models.qwen4_exp.nvidia.model_state import Qwen4ExpModelState
 from vllm.models.qwen4_exp.nvidia.mtp import Qwen4ExpMTP
 
 from spark_vllm.ngram_table import (
     GROUP,
     Header,
+    Ids,
     Table,
     TableOptions,
+    compute_next_ids,
     read_table_options,
     table_path,
 )
@@ -59,6 +65,47 @@ class SparkQwen4Exp(Qwen4ExpForConditionalGeneration):
             prefix=maybe_prefix(prefix, "language_model.lm_head"),
         )
         clear_padding(self)
+
+    @staticmethod
+    def get_model_state_cls() -> type[Qwen4ExpModelState]:
+        return ReadAheadState
+
+
+class ReadAheadState(Qwen4ExpModelState):
+    """Also requests the rows of a prompt's next part, while the engine computes this part."""
+
+    def __init__(self, vllm_config: VllmConfig, model: torch.nn.Module, *more: Any) -> None:
+        super().__init__(vllm_config, model, *more)
+        self._prompts: dict[int, Ids] = {}
+        self._thread = ThreadPoolExecutor(1, "spark-read-ahead")
+        self._tables = [
+            (module.ngram_embedding.table, hash_parts(module))
+            for module in model.modules()
+            if isinstance(getattr(module, "ngram_embedding", None), FileEmbedding)
+        ]
+
+    def add_request(self, req_index: int, new_req_data: Any) -> None:
+        super().add_request(req_index, new_req_data)
+        self._prompts[req_index] = np.array(new_req_data.prefill_token_ids, np.int64)
+
+    def prepare_inputs(self, input_batch: Any, req_states: Any) -> Any:
+        starts, counts = input_batch.num_computed_tokens_np, input_batch.num_scheduled_tokens
+        for index, start, end in zip(
+            input_batch.idx_mapping_np, starts, starts + counts, strict=True
+        ):
+            prompt = self._prompts.get(index)
+            if prompt is not None and end < len(prompt):
+                self._thread.submit(self._request, prompt, start, end)
+        return super().prepare_inputs(input_batch, req_states)
+
+    def _request(self, prompt: Ids, start: int, end: int) -> None:
+        for table, parts in self._tables:
+            table.request(compute_next_ids(prompt, start, end, *parts))
+
+
+def hash_parts(ngram: torch.nn.Module) -> list[Ids]:
+    names = ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets")
+    return [getattr(ngram, name).cpu().numpy() for name in names]
 
 
 class SparkQwen4ExpMTP(Qwen4ExpMTP):

@@ -9,7 +9,14 @@ from spark_checkpoint import ValidationError
 from spark_checkpoint.build.ngram_table import find_tables, table_tensors
 from spark_checkpoint.directory import read_checkpoint
 from spark_checkpoint.progress import Progress
-from spark_vllm.ngram_table import DamagedTableError, Table, read_table_options, table_path
+from spark_vllm.ngram_table import (
+    BLOCK_BYTES,
+    DamagedTableError,
+    Table,
+    compute_next_ids,
+    read_table_options,
+    table_path,
+)
 
 from lab.model import rounding
 from lab.model.rounding import Tensor
@@ -244,3 +251,35 @@ def test_ngram_options_return_directory_and_cache_size(tmp_path):
     table_path(tmp_path, 1).touch()
     options = read_table_options({"spark": {"ngram_table": "file", "ngram_cache_mib": 7}}, tmp_path)
     assert options.cache_bytes == 7 << 20
+
+
+SIZES, OFFSETS = [101, 103, 107, 109], [0, 101, 204, 311]
+MULTIPLIERS = [(1 << 63) // 1000 - 7, 12345678901234567, 987654321987654321]
+
+
+def ids_of(tokens, place):
+    """The engine's formula for two heads of two tokens and two heads of three."""
+    ids = []
+    for head, (size, offset) in enumerate(zip(SIZES, OFFSETS, strict=True)):
+        mixed = 0
+        for shift in range(2 + head // 2):
+            mixed ^= tokens[place - shift] * MULTIPLIERS[shift]
+        signed = (mixed + (1 << 63)) % (1 << 64) - (1 << 63)  # products overflow like int64
+        ids.append(signed % size + offset)
+    return ids
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "following"),
+    [(0, 8, range(8, 16)), (8, 16, range(16, 20)), (0, 1, ()), (1, 4, range(4, 7)), (16, 20, ())],
+)
+def test_rows_of_a_prompts_next_part_are_requested(table_file, monkeypatch, start, end, following):
+    table = Table(table_file, 1 << 16)
+    prompt = np.random.default_rng(5).integers(0, 1000, 20)
+    requested = []
+    monkeypatch.setattr("os.posix_fadvise", lambda _, offset, *more: requested.append(offset))
+    parts = [np.array(values) for values in (MULTIPLIERS, SIZES, OFFSETS)]
+    table.request(compute_next_ids(prompt, start, end, *parts))
+    rows = {row for place in following for row in ids_of(prompt.tolist(), place)}
+    blocks = {row // table.header.rows_per_block + 1 for row in rows}
+    assert requested == [BLOCK_BYTES * block for block in sorted(blocks)]
