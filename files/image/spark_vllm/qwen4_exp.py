@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
 import vllm.models.qwen4_exp.nvidia.ngram_embedding as ngram_embedding
 from vllm.compilation.breakable_cudagraph import eager_break_during_capture
@@ -86,7 +85,8 @@ class ReadAheadState(Qwen4ExpModelState):
 
     def add_request(self, req_index: int, new_req_data: Any) -> None:
         super().add_request(req_index, new_req_data)
-        self._prompts[req_index] = np.array(new_req_data.prefill_token_ids, np.int64)
+        tokens = new_req_data.prefill_token_ids
+        self._prompts[req_index] = torch.tensor(tokens, dtype=torch.int64, device="cpu").numpy()
 
     def prepare_inputs(self, input_batch: Any, req_states: Any) -> Any:
         starts, counts = input_batch.num_computed_tokens_np, input_batch.num_scheduled_tokens
