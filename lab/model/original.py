@@ -125,11 +125,11 @@ def random_weights(shape: Shape, seed: int) -> dict[str, Floats]:
     source = np.random.default_rng(seed)
     weights: dict[str, Floats] = {}
     for name, size in {**main_shapes(shape), **mtp_shapes(shape)}.items():
-        weights[name] = _initial(source, name, size)
+        weights[name] = initial(source, name, size)
     return weights
 
 
-def _initial(source: np.random.Generator, name: str, size: tuple[int, ...]) -> Floats:
+def initial(source: np.random.Generator, name: str, size: tuple[int, ...]) -> Floats:
     if name.endswith("A_log"):
         values = np.log(source.uniform(1.0, 16.0, size))
     elif name.endswith(("dt_bias", "linear_attn.norm.weight")):

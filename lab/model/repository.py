@@ -62,7 +62,7 @@ def write_int4(
     mtp = {name: tensor for name, tensor in tensors.items() if name.startswith("mtp.")}
     write_model(directory, main, {MTP_FILE: mtp}, shard_bytes)
     quantization = int4_config(shape)
-    _write_common(directory, shape, tokenizer, quantization, f"# {INT4_NAME}\n\n{about}\n")
+    write_common(directory, shape, tokenizer, quantization, f"# {INT4_NAME}\n\n{about}\n")
     _write_json(directory / "quantization_config.json", quantization)
 
 
@@ -78,7 +78,7 @@ def write_fp8(
         if name.endswith(".weight") and values.ndim > 1 and not original.is_fp8(name)
     ]
     quantization = fp8_config(kept)
-    _write_common(directory, shape, tokenizer, quantization, f"# {FP8_NAME}\n\n{about}\n")
+    write_common(directory, shape, tokenizer, quantization, f"# {FP8_NAME}\n\n{about}\n")
 
 
 def write_plain(
@@ -87,10 +87,10 @@ def write_plain(
     directory.mkdir(parents=True)
     tensors = {name: _plain(name, values) for name, values in weights.items()}
     write_file(directory / "model.safetensors", tensors)
-    _write_common(directory, shape, tokenizer, None, "# reference\n")
+    write_common(directory, shape, tokenizer, None, "# reference\n")
 
 
-def _write_common(
+def write_common(
     directory: Path,
     shape: Shape,
     tokenizer: Tokenizer,

@@ -202,6 +202,10 @@ def pack_drafter(base: Path, weights: dict[str, Floats]) -> None:
         key: file for key, file in index["weight_map"].items() if not key.startswith("mtp.")
     } | dict.fromkeys(tensors, repository.MTP_FILE)
     (base / INDEX).write_text(json.dumps(index))
+    describe_packed_drafter(base)
+
+
+def describe_packed_drafter(base: Path) -> None:
     for path in (base / "config.json", base / "quantization_config.json"):
         content = json.loads(path.read_text())
         quantization = content.get("quantization_config", content)

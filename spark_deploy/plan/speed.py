@@ -45,6 +45,7 @@ TOLERANCE = 0.15
 """Largest deviation that the page leaves unexplained."""
 MAX_DRAFTS = 3
 _MIN_GAIN = 0.01
+_HEAD = "LM head"
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,30 +153,49 @@ def _possible_changes(model: HybridModel, profile: Profile) -> Iterator[tuple[st
         yield "engine.head: int8-g128", dataclasses.replace(profile, head="int8-g128")
 
 
-def _step_parts(
-    model: Architecture, profile: Profile, drafts: int, requests: int, context_tokens: int
-) -> Iterator[tuple[str, float]]:
+def step_reads(
+    model: Architecture,
+    profile: Profile,
+    drafts: int = 0,
+    requests: int = 1,
+    context_tokens: int = 0,
+) -> Iterator[tuple[str, float, float]]:
+    """Yield the cause, bytes and efficiency of what a step reads and writes, without the drafter.
+
+    The step verifies ``drafts`` of each request.
+    """
     sizes, tokens = weight_sizes(model), requests * (1 + drafts)
     touched = expected_experts(model, tokens) / model.experts
     head_bytes = sizes.head_bytes if profile.head == "keep" else sizes.head_int8_bytes
-    head_s = _seconds(head_bytes, HEADS[profile.head])
     cache = model.attention_layers * layer_bytes_per_token(model, profile.kv_cache.dtype)
     # Read once; written for each token, so that a rejected draft can be undone.
     states = model.linear_layers * state_bytes(model, drafts) * (2 + drafts)
-    yield "routed experts", _seconds(sizes.experts_bytes * touched, LARGE_INT4)
+    yield "routed experts", sizes.experts_bytes * touched, LARGE_INT4
     efficiency = LARGE_INT4 if model.attention_scheme == "int4" else SMALL
-    yield "attention weights", _seconds(attention_bytes(model, profile), efficiency)
-    yield "shared experts", _seconds(_shared_bytes(model, profile), SMALL)
-    yield "LM head", head_s
-    yield "routers", _seconds(sizes.routers_bytes, SMALL)
+    yield "attention weights", attention_bytes(model, profile), efficiency
+    yield "shared experts", _shared_bytes(model, profile), SMALL
+    yield _HEAD, head_bytes, HEADS[profile.head]
+    yield "routers", sizes.routers_bytes, SMALL
     if model.hyper_connections:
-        yield "hyper-connections", _seconds(sizes.hyper_bytes, SMALL)
-    yield "states of linear layers", _seconds(requests * states, LARGE_INT4)
+        yield "hyper-connections", sizes.hyper_bytes, SMALL
+    yield "states of linear layers", requests * states, LARGE_INT4
     keys = _attended_tokens(model, context_tokens)
-    yield "KV cache", _seconds(requests * keys * cache, LARGE_INT4)
+    yield "KV cache", requests * keys * cache, LARGE_INT4
     if indexer := model.sparse_attention:
         index = context_tokens / indexer.compression * indexer.index_width * 2
-        yield "index", _seconds(requests * model.attention_layers * index, LARGE_INT4)
+        yield "index", requests * model.attention_layers * index, LARGE_INT4
+
+
+def _step_parts(
+    model: Architecture, profile: Profile, drafts: int, requests: int, context_tokens: int
+) -> Iterator[tuple[str, float]]:
+    head_s = 0.0
+    for cause, size_bytes, efficiency in step_reads(
+        model, profile, drafts, requests, context_tokens
+    ):
+        seconds = _seconds(size_bytes, efficiency)
+        head_s = seconds if cause == _HEAD else head_s
+        yield cause, seconds
     yield "launches", model.layers * LAYER_OVERHEAD_S
     if profile.kv_cache.dtype in TURBOQUANT:
         yield "TurboQuant", (model.attention_layers + drafts * model.mtp_layers) * TURBOQUANT_S
