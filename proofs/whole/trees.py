@@ -6,11 +6,11 @@ source have true sizes.
 
 import functools
 import json
-import os
+import multiprocessing
 import time
 import zlib
 from collections.abc import Iterator
-from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ VISION = {"depth": 27, "hidden": 1152, "heads": 16, "width": 4304, "positions": 
 Entry = tuple[str, str, tuple[int, ...]]
 
 
-def shape_of(model: dict[str, Any], vision: dict[str, int] = VISION) -> Shape:
+def shape_of(model: dict[str, Any]) -> Shape:
     """Return the lab's shape for an architecture of the catalog."""
     net = model["linear_attention"]
     return Shape(
@@ -51,36 +51,37 @@ def shape_of(model: dict[str, Any], vision: dict[str, int] = VISION) -> Shape:
         linear_value_heads=net["value_heads"],
         linear_head_dim=net["head_width"],
         max_positions=model["max_context_tokens"],
-        **{f"vision_{name}": size for name, size in vision.items()},
+        **{f"vision_{name}": size for name, size in VISION.items()},
     )
 
 
 def prepare(engines: list[dict[str, Any]], work: Path) -> dict[str, dict[str, Any]]:
-    """Write and build every checkpoint; return seconds and sizes by model."""
-    made: dict[str, dict[str, Any]] = {}
-    with ProcessPoolExecutor(os.cpu_count()) as pool:
-        for engine in engines:
-            plan, model = engine["build"], engine["model"]
-            if plan is None or model in made:
-                continue
-            base, donor, out = (work / f"{model}-{kind}" for kind in ("base", "donor", "v2"))
-            shape = shape_of(engine["architecture"])
-            started = time.monotonic()
-            int4_mtp = engine["architecture"]["mtp_scheme"] == "int4"
-            write_sources(base, donor, shape, plan, int4_mtp, pool)
-            written = time.monotonic()
-            sources = {"base": {"dir": str(base), "revision": None}, "donor": {"dir": str(donor)}}
-            build({**plan, **sources, "out": str(out)}, work)
-            built = time.monotonic()
-            made[model] = {
-                "planned_bytes": engine["disk_bytes"],
-                "written_bytes": tree_bytes(base, out),
-                "tensors": len(names_of(out)),
-                "write_s": round(written - started, 1),
-                "build_s": round(built - written, 1),
-            }
-            print(f"phase=prepared model={model}", json.dumps(made[model]), flush=True)
-    return made
+    """Write and build all checkpoints at the same time; return seconds and sizes by model."""
+    built = {engine["model"]: engine for engine in engines if engine["build"]}
+    new = multiprocessing.get_context("spawn")  # threads must not fork
+    with ProcessPoolExecutor(mp_context=new) as pool, ThreadPoolExecutor() as threads:
+        jobs = {name: threads.submit(_make, built[name], work, pool) for name in built}
+        return {name: job.result() for name, job in jobs.items()}
+
+
+def _make(engine: dict[str, Any], work: Path, pool: Executor) -> dict[str, Any]:
+    model, plan = engine["model"], engine["build"]
+    base, donor, out = (work / f"{model}-{kind}" for kind in ("base", "donor", "v2"))
+    int4_mtp = engine["architecture"]["mtp_scheme"] == "int4"
+    started = time.monotonic()
+    write_sources(base, donor, shape_of(engine["architecture"]), plan, int4_mtp, pool)
+    written = time.monotonic()
+    sources = {"base": {"dir": str(base), "revision": None}, "donor": {"dir": str(donor)}}
+    build({**plan, **sources, "out": str(out)}, work)
+    result = {
+        "planned_bytes": engine["disk_bytes"],
+        "written_bytes": tree_bytes(base, out),
+        "tensors": len(names_of(out)),
+        "write_s": round(written - started, 1),
+        "build_s": round(time.monotonic() - written, 1),
+    }
+    print(f"phase=prepared model={model}", json.dumps(result), flush=True)
+    return result
 
 
 def tree_bytes(*trees: Path) -> int:

@@ -1,8 +1,6 @@
 """The full-size checkpoints: names of the catalog, accepted by the builder."""
 
-import re
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import pytest
 from spark_contract.builder_api import expand_all
@@ -10,16 +8,17 @@ from spark_contract.builder_api import expand_all
 from lab.model import original
 from proofs.releases.planning import slice_model
 from proofs.trees import build
+from proofs.trees.special import HYBRID
 from proofs.whole import trees
 from proofs.whole.cases import to_options
 from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.plan.memory import weight_sizes
 
-SMALL = replace(
-    trees.shape_of(asdict(read_catalog().model("qwen3.5-35b").architecture)),
-    **{"layers": 4, "hidden": 256, "vocabulary": 1024, "experts": 4, "expert_width": 256},
-    **{"shared_width": 256, "vision_depth": 1, "vision_hidden": 64, "vision_width": 128},
-)
+SMALL = {
+    **{"hidden": 256, "vocabulary": 1024, "expert_width": 128, "shared_expert_width": 256},
+    **{"attention_heads": 2, "kv_heads": 1, "head_width": 128},
+    "linear_attention": {"key_heads": 2, "value_heads": 8, "head_width": 64},
+}
 ARGUMENTS = [
     *("/model", "--served-model-name", "m", "--max-model-len", "4096"),
     *("--no-enable-prefix-caching", "--language-model-only", "--load-format", "auto"),
@@ -40,20 +39,25 @@ def test_full_size_tree_has_the_tensors_and_bytes_of_the_catalog(name):
     assert trees.size_of(entries) == pytest.approx(planned, rel=0.01)
 
 
-def test_slice_of_the_122b_has_the_tensors_of_its_first_layers():
-    tensors = slice_model()["tensors"]
-    whole = expand_all(read_catalog().model("qwen3.5-122b").tensors.base)
-    later = re.compile(r"model\.language_model\.layers\.([89]|\d\d)\.")
-    assert expand_all(tensors["base"]) == {name for name in whole if not later.match(name)}
-
-
-def test_builder_accepts_random_sources(tmp_path):
-    base, donor, out = (tmp_path / name for name in ("base", "donor", "out"))
-    with ThreadPoolExecutor(2) as pool:
-        trees.write_sources(base, donor, SMALL, {"donor_unmatched": ["mtp.fc.weight"]}, True, pool)
-    build.build(build.plan(base, donor, out, build.VARIANTS["overlay-head8"]), tmp_path)
-    new = build.names_of(out) - build.names_of(base)
-    assert len(new) == SMALL.layers * 3 * 2 + 3
+@pytest.mark.slow
+def test_builder_accepts_the_sources_of_the_slice(tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "names_of", lambda _: set())
+    monkeypatch.setattr(trees, "VISION", {**trees.VISION, "hidden": 64, "width": 64})
+    model = slice_model()
+    tensors = model["tensors"]
+    plan = build.plain_plan(
+        tmp_path, tmp_path, swap=tensors["swap"], donor_unmatched=tensors["donor_unmatched"],
+        base_tensors=tensors["base"], mtp_tensors=tensors["mtp"], **HYBRID,
+    )  # fmt: skip
+    engine = {
+        "model": "slice",
+        "build": plan,
+        "architecture": {**model["architecture"], **SMALL},
+        "disk_bytes": 1,
+    }
+    made = trees.prepare([engine], tmp_path)["slice"]
+    counts = tensors["counts"]
+    assert made["tensors"] == counts["base"] + counts["mtp"] + counts["swap"] + 2
 
 
 def test_arguments_of_the_server_are_left_out():
