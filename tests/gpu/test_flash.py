@@ -15,13 +15,28 @@ def _failed(rows):
     return [row["claim"] for row in rows if row["passed"] is False]
 
 
-@pytest.mark.parametrize("stage", stages.STAGES)
-def test_flash_next_passes_its_stages(tmp_path, results, stage):
-    if stage == "flash-next-tp2" and torch.cuda.device_count() < 2:
+@pytest.mark.parametrize("tensor_parallel", [False, True])
+def test_flash_next_reads_its_ngram_table_from_a_file(tmp_path, results, tensor_parallel):
+    if tensor_parallel and torch.cuda.device_count() < 2:
         pytest.skip("needs two devices")
     trees = tmp_path / "trees"
-    model.make(trees, 512 if stage == "flash-next-tp2" else 256)
+    model.make(trees, 512 if tensor_parallel else 256)
+    stage = "flash-next-tp2" if tensor_parallel else "flash-next"
     assert _failed(stages.prove(stage, trees, tmp_path / "work", results)) == []
+
+
+def test_flash_next_drafts_change_no_distribution_of_sampled_answers(tmp_path, results):
+    trees = tmp_path / "trees"
+    model.make(trees)
+    rows = stages.prove("flash-next-sampling", trees, tmp_path / "work", results)
+    assert _failed(rows) == []
+
+
+def test_flash_next_prefix_caching_is_as_its_guard_rail_assumes(tmp_path, results):
+    trees = tmp_path / "trees"
+    model.make(trees)
+    rows = stages.prove("flash-next-prefixes", trees, tmp_path / "work", results)
+    assert _failed(rows) == []
 
 
 @pytest.mark.skipif(not PLAN.exists(), reason="needs plans: `make gpu-plans`")
