@@ -25,20 +25,16 @@ def count_rows() -> tuple[set[int], set[int]]:
     """Return sets to which the plugin adds numbers of rows that it requests ahead, and reads."""
     from spark_vllm.ngram_table import Table
 
-    requested: set[int] = set()
-    read: set[int] = set()
-    request, lookup = Table.request, Table.lookup
+    counted: dict[str, set[int]] = {"request": set(), "lookup": set()}
+    for name, rows in counted.items():
+        own = getattr(Table, name)
 
-    def counted_request(self: Any, ids: Any) -> None:
-        requested.update(ids.ravel().tolist())
-        request(self, ids)
+        def count(self: Any, ids: Any, *more: Any, rows: Any = rows, own: Any = own) -> None:
+            rows.update(ids.ravel().tolist())
+            own(self, ids, *more)
 
-    def counted_lookup(self: Any, ids: Any, out: Any) -> None:
-        read.update(ids.tolist())
-        lookup(self, ids, out)
-
-    Table.request, Table.lookup = counted_request, counted_lookup  # type: ignore[method-assign]
-    return requested, read
+        setattr(Table, name, count)
+    return counted["request"], counted["lookup"]
 
 
 def sample(case: dict[str, Any]) -> dict[str, Any]:
