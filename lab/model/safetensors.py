@@ -1,6 +1,7 @@
 """Reads and writes safetensors files and their index."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 from safetensors import deserialize
@@ -11,21 +12,23 @@ Tensors = dict[str, Tensor]
 INDEX = "model.safetensors.index.json"
 
 
-def write_file(path: Path, tensors: Tensors) -> None:
+def file_header(entries: Iterable[tuple[str, str, tuple[int, ...], int]]) -> bytes:
+    """Return a file's bytes before the tensors, from names, types, shapes and sizes in bytes."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for name, tensor in tensors.items():
-        end = offset + len(tensor.data)
-        header[name] = {
-            "dtype": tensor.dtype,
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, end],
-        }
+    for name, dtype, shape, size_bytes in entries:
+        end = offset + size_bytes
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_file(path: Path, tensors: Tensors) -> None:
     with path.open("wb") as out:
-        out.write(len(text).to_bytes(8, "little") + text)
+        entries = ((name, t.dtype, t.shape, len(t.data)) for name, t in tensors.items())
+        out.write(file_header(entries))
         for tensor in tensors.values():
             out.write(tensor.data)
 

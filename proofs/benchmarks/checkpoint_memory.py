@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,9 @@ sys.path[:0] = [str(ROOT / home) for home in HOMES]
 
 from checkpoint_sources import (  # noqa: E402
     DONOR_COMMIT,
-    Architecture,
     base_entries,
     mtp,
     plan,
-    size_of,
     write_base,
     write_donor,
 )
@@ -40,6 +39,8 @@ from lab.hub.server import FileHandler, Hub  # noqa: E402
 from lab.hub.store import FileRecord, NotFoundError, Store  # noqa: E402
 from lab.webserver import LabHttpServer  # noqa: E402
 from proofs.result_files import describe_run  # noqa: E402
+from proofs.whole.trees import shape_of, size_of  # noqa: E402
+from spark_deploy.config.catalog.load import read_catalog  # noqa: E402
 
 RESULT = ROOT / "proofs/results/checkpoint-memory.json"
 # rusage would include the parent that the process was forked from.
@@ -54,7 +55,7 @@ peak = next(line.split()[1] for line in lines if line.startswith("VmHWM"))
 open(sys.argv[1], "w").write(peak)
 sys.exit(code)
 """
-LARGEST = Architecture(layers=60, experts=512, hidden=4096, shards=40, donor_shards=94)
+LARGEST = shape_of(asdict(read_catalog().model("qwen3.5-397b").architecture))
 # Changes to a plan for an overlay that keeps the head.
 BUILDS: dict[str, dict[str, str]] = {
     "overlay": {},
@@ -97,7 +98,7 @@ def measure(work: Path) -> dict[str, Any]:
     done = {name: _build(work, changes) for name, changes in BUILDS.items()}
     peaks = {name: run["peak_bytes"] for name, run in done.items()}
     row = {
-        "tree_bytes": sum(map(size_of, entries)),
+        "tree_bytes": size_of(entries),
         "largest_shard_bytes": max(path.stat().st_size for path in base.glob("*.safetensors")),
         "tensors": len(entries),
         "peak_bytes": peaks,

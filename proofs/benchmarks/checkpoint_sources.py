@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,48 +16,15 @@ import numpy as np
 from spark_checkpoint.number_formats import from_bf16_bits, quantize_blocks
 from spark_checkpoint.storage import PIECE_BYTES, Piece, hash_with_pieces
 
-from lab.model.original import FLOAT32, is_fp8, is_int4, main_shapes, mtp_shapes
+from lab.model.original import is_fp8, main_shapes, mtp_shapes
 from lab.model.rounding import bf16_bits
-from lab.model.shape import BLOCK, GROUP, Shape
+from lab.model.shape import BLOCK, Shape
 from proofs.trees.build import plain_plan
+from proofs.whole.trees import Entry, header_of, size_of, stored
 
 COMMIT = "b" * 40
 DONOR_COMMIT = "d" * 40
-ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "I32": 4, "F8_E4M3": 1}
-
-Entry = tuple[str, str, tuple[int, ...]]
-
-
-@dataclass(frozen=True)
-class Architecture(Shape):
-    """Sizes of a Qwen3.5-MoE model and its files; the defaults are those of 122B-A10B."""
-
-    layers: int = 48
-    hidden: int = 3072
-    vocabulary: int = 248320
-    experts: int = 256
-    expert_width: int = 1024
-    shared_width: int = 1024
-    heads: int = 32
-    head_dim: int = 256
-    linear_key_heads: int = 16
-    linear_value_heads: int = 64
-    linear_head_dim: int = 128
-    vision_depth: int = 27
-    vision_hidden: int = 1152
-    vision_width: int = 4304
-    vision_positions: int = 2304
-    shards: int = 14
-    donor_shards: int = 39
-
-
-def int4(module: str, outputs: int, inputs: int) -> list[Entry]:
-    groups = inputs // GROUP
-    return [
-        (f"{module}.qweight", "I32", (inputs // 8, outputs)),
-        (f"{module}.qzeros", "I32", (groups, outputs // 8)),
-        (f"{module}.scales", "F16", (groups, outputs)),
-    ]
+SHARDS, DONOR_SHARDS = 40, 94
 
 
 def fp8(module: str, outputs: int, inputs: int) -> list[Entry]:
@@ -69,32 +35,20 @@ def fp8(module: str, outputs: int, inputs: int) -> list[Entry]:
     ]
 
 
-def plain(name: str, size: tuple[int, ...]) -> Entry:
-    return name, "F32" if name.endswith(FLOAT32) else "BF16", size
+def base_entries(a: Shape) -> list[Entry]:
+    return [entry for item in main_shapes(a).items() for entry in stored(*item, int4_mtp=False)]
 
 
-def mtp(a: Architecture) -> list[Entry]:
-    return [plain(name, size) for name, size in mtp_shapes(a).items()]
+def mtp(a: Shape) -> list[Entry]:
+    return [entry for item in mtp_shapes(a).items() for entry in stored(*item, int4_mtp=False)]
 
 
-def base_entries(a: Architecture) -> list[Entry]:
-    entries: list[Entry] = []
-    for name, size in main_shapes(a).items():
-        module = name.removesuffix(".weight")
-        entries += int4(module, *size) if is_int4(name) else [plain(name, size)]
-    return entries
-
-
-def donor_entries(a: Architecture) -> list[Entry]:
+def donor_entries(a: Shape) -> list[Entry]:
     entries: list[Entry] = []
     for name, size in {**main_shapes(a), **mtp_shapes(a)}.items():
         module = name.removesuffix(".weight")
-        entries += fp8(module, *size) if is_fp8(name) else [plain(name, size)]
+        entries += fp8(module, *size) if is_fp8(name) else stored(name, size, int4_mtp=False)
     return entries
-
-
-def size_of(entry: Entry) -> int:
-    return int(np.prod(entry[2])) * ITEM_BYTES[entry[1]]
 
 
 def shared_expert_values(module: str, shape: tuple[int, int]) -> Any:
@@ -104,44 +58,32 @@ def shared_expert_values(module: str, shape: tuple[int, int]) -> Any:
 
 
 def write_shard(path: Path, entries: list[Entry], values: Mapping[str, bytes]) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    position = 0
-    for entry in entries:
-        end = position + size_of(entry)
-        header[entry[0]] = {
-            "dtype": entry[1],
-            "shape": list(entry[2]),
-            "data_offsets": [position, end],
-        }
-        position = end
-    raw = json.dumps(header, separators=(",", ":")).encode()
-    raw += b" " * (-len(raw) % 8)
     with path.open("wb") as file:
-        file.write(len(raw).to_bytes(8, "little") + raw)
+        file.write(header_of(entries))
         for entry in entries:
             data = values.get(entry[0])
             if data is not None:
                 file.write(data)
             else:
-                file.seek(size_of(entry), 1)
-        file.truncate(8 + len(raw) + position)
+                file.seek(size_of([entry]), 1)
+        file.truncate()
 
 
 def split(entries: list[Entry], shards: int) -> list[list[Entry]]:
-    limit = sum(map(size_of, entries)) / shards
+    limit = size_of(entries) / shards
     result: list[list[Entry]] = [[]]
     filled = 0
     for entry in entries:
         if filled >= limit * len(result) and len(result) < shards:
             result.append([])
         result[-1].append(entry)
-        filled += size_of(entry)
+        filled += size_of([entry])
     return result
 
 
-def write_base(directory: Path, a: Architecture) -> None:
+def write_base(directory: Path, a: Shape) -> None:
     directory.mkdir(parents=True)
-    shards = split(base_entries(a), a.shards)
+    shards = split(base_entries(a), SHARDS)
     names = [f"model-{n + 1:05}-of-{len(shards):05}.safetensors" for n in range(len(shards))]
     files = dict(zip(names, shards, strict=True)) | {"model_extra_tensors.safetensors": mtp(a)}
     index: dict[str, str] = {}
@@ -159,10 +101,10 @@ def write_base(directory: Path, a: Architecture) -> None:
     write_receipt(directory)
 
 
-def write_donor(directory: Path, a: Architecture) -> None:
+def write_donor(directory: Path, a: Shape) -> None:
     """Write the FP8 donor, holes everywhere but in the shared experts."""
     directory.mkdir(parents=True)
-    shards = split(donor_entries(a), a.donor_shards)
+    shards = split(donor_entries(a), DONOR_SHARDS)
     index: dict[str, str] = {}
     for number, entries in enumerate(shards):
         name = f"model-{number + 1:05}-of-{len(shards):05}.safetensors"
@@ -219,7 +161,7 @@ def _is_hole(fd: int, begin: int, length: int) -> bool:
         return True
 
 
-def plan(base: Path, out: Path, a: Architecture, **changes: Any) -> dict[str, Any]:
+def plan(base: Path, out: Path, a: Shape, **changes: Any) -> dict[str, Any]:
     last = a.layers - 1
     layers = f"model.language_model.layers.{{0..{last}}}"
     swap = f"{layers}.mlp.shared_expert.{{gate,up,down}}_proj"
@@ -265,7 +207,7 @@ def _donor_values(entries: list[Entry]) -> dict[str, bytes]:
     return values
 
 
-def _config(a: Architecture) -> dict[str, Any]:
+def _config(a: Shape) -> dict[str, Any]:
     return {
         "model_type": "qwen3_5_moe",
         "tie_word_embeddings": False,

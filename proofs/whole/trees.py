@@ -9,7 +9,7 @@ import json
 import multiprocessing
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import numpy.typing as npt
 from spark_contract.builder_api import expand_all
 
 from lab.model import original, repository, rounding, vocabulary
-from lab.model.safetensors import INDEX, write_file
+from lab.model.safetensors import INDEX, file_header, write_file
 from lab.model.shape import GROUP, Shape, int4_config
 from proofs.trees.build import build, names_of
 from proofs.trees.special import describe_packed_drafter
@@ -27,7 +27,7 @@ from proofs.trees.special import describe_packed_drafter
 # Random bits of a 16-bit word, and fixed bits: weights of +-1/64 to 1/32, scales of 1/256 to 1/128.
 MASKS = {"I32": (0xFFFF, 0), "BF16": (0x807F, 0x3C80), "F16": (0x03FF, 0x1C00)}
 POOL_WORDS = 1 << 25
-DTYPES = {"I32": 4, "F32": 4, "BF16": 2, "F16": 2}
+ITEM_BYTES = {"I32": 4, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1}
 VISION = {"depth": 27, "hidden": 1152, "heads": 16, "width": 4304, "positions": 2304}
 Entry = tuple[str, str, tuple[int, ...]]
 
@@ -144,23 +144,20 @@ def stored(name: str, size: tuple[int, ...], int4_mtp: bool) -> Iterator[Entry]:
         yield name, "F32" if name.endswith(original.FLOAT32) else "BF16", size
 
 
-def size_of(entries: list[Entry]) -> int:
-    return sum(DTYPES[dtype] * int(np.prod(size)) for _, dtype, size in entries)
+def size_of(entries: Iterable[Entry]) -> int:
+    return sum(ITEM_BYTES[dtype] * int(np.prod(size)) for _, dtype, size in entries)
+
+
+def header_of(entries: list[Entry]) -> bytes:
+    return file_header((*entry, size_of([entry])) for entry in entries)
 
 
 def _write_base_file(base: Path, donor: Path, file: str, entries: list[Entry]) -> dict[str, str]:
     """Write a file of the base, and the FP8 shared experts of its layer; return their files."""
     source = np.random.Generator(np.random.SFC64(zlib.crc32(file.encode())))
-    header, offset = {}, 0
-    for name, dtype, size in entries:
-        end = offset + size_of([(name, dtype, size)])
-        header[name] = {"dtype": dtype, "shape": size, "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
     swapped = {}
     with (base / file).open("wb") as out:
-        out.write(len(text).to_bytes(8, "little") + text)
+        out.write(header_of(entries))
         for name, dtype, size in entries:
             values = _random(source, name, dtype, size)
             out.write(values.data)
