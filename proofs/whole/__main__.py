@@ -24,7 +24,7 @@ from proofs.whole.trees import prepare
 PLANS = Path(__file__).resolve().parents[2] / "build" / "plans" / "whole.json"
 SPACE_BYTES = 50_000_000_000
 WEIGHTS_LIMIT, DISK_LIMIT = 0.03, 0.01
-ENGINE_LIMIT_S = 180
+ENGINE_LIMIT_S = 240
 CAVEATS = [
     "random weights: drafts are never accepted, so steps are compared instead of tokens/s",
     "CUDA graphs without torch.compile; files in memory, read without GPUDirect",

@@ -145,7 +145,7 @@ def run(case: dict[str, Any], out: Path) -> dict[str, Any]:
     _, logits, _ = prefill_logits(llm, recorder, random_prompts([FINITE_TOKENS]))
     cache = llm.llm_engine.vllm_config.cache_config
     result |= {
-        "loads": loads,
+        "loads": [{"read": load["read"]} for load in loads],
         "finite": bool(torch.isfinite(logits.float()).all()),
         "logit_deviation": round(float(logits.float().std()), 4),
         "weight_bytes": weight_sizes(recorder.models),
