@@ -5,7 +5,7 @@ job at its current block. Set `checkpoint.source: requantized` to serve the resu
 """
 
 from pyinfra import host, state
-from spark_contract.job import CHECKPOINT_JOB, REQUANTIZE_JOB
+from spark_contract.job import CHECKPOINT_JOB, RANK_JOB, REQUANTIZE_JOB
 
 from roles import setup, work
 from spark_deploy.config.errors import PlanError
@@ -20,9 +20,8 @@ plan, payload = plan_for(host), read_payload()
 if plan.requantized is None:
     fix = "run `spark-deploy add MODEL --requantize`, or set checkpoint.source: requantized"
     raise PlanError.one(host.name, "checkpoint.source is not requantized", fix)
-jobs = tuple(
-    job for job in plan_jobs(plan, payload.image_context) if job.job.kind != CHECKPOINT_JOB
-)
+later = (CHECKPOINT_JOB, RANK_JOB)
+jobs = tuple(job for job in plan_jobs(plan, payload.image_context) if job.job.kind not in later)
 release = f"{plan.release.service}-requantize"
 
 setup.install_base(plan=plan.base, settings=context_of(host).loaded.settings)

@@ -3,7 +3,14 @@
 from collections.abc import Callable, Sequence
 
 from pyinfra.api import deploy
-from spark_contract.job import CHECKPOINT_JOB, FETCH_JOB, IMAGE_JOBS, REQUANTIZE_JOB, Job
+from spark_contract.job import (
+    CHECKPOINT_JOB,
+    FETCH_JOB,
+    IMAGE_JOBS,
+    RANK_JOB,
+    REQUANTIZE_JOB,
+    Job,
+)
 from spark_contract.paths import PROXY
 from spark_contract.units import PREPARE
 
@@ -58,7 +65,12 @@ def fetch(
 @deploy("Checkpoint")
 def build_checkpoint(*, jobs: Sequence[Work], release: str) -> None:
     if not _quantizes(jobs):
-        _start(jobs, release, lambda _: "Build the checkpoint", CHECKPOINT_JOB)
+        _start_build(jobs, release)
+
+
+def _start_build(jobs: Sequence[Work], release: str) -> None:
+    _start(jobs, release, lambda _: "Build the checkpoint", CHECKPOINT_JOB)
+    _start(jobs, release, lambda work: work.job.title.capitalize(), RANK_JOB)
 
 
 @deploy("Image")
@@ -68,7 +80,7 @@ def prepare_image(*, jobs: Sequence[Work], release: str) -> None:
     if _quantizes(jobs):
         # AutoRound runs in the engine's image.
         _start(jobs, release, lambda work: f"Quantize: {work.job.title}", REQUANTIZE_JOB)
-        _start(jobs, release, lambda _: "Build the checkpoint", CHECKPOINT_JOB)
+        _start_build(jobs, release)
 
 
 def _quantizes(jobs: Sequence[Work]) -> bool:

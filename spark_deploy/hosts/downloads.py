@@ -15,7 +15,6 @@ from pyinfra import host
 from pyinfra.api import Host
 from spark_contract.documents import to_json
 from spark_contract.fetching import SHARE_KEY, SHARE_SETTINGS, Share, SharedTree
-from spark_contract.job import ReceiptProof
 from spark_contract.paths import PROXY, RECEIPT_NAME
 from spark_contract.units import PREPARE, SHARE_UNIT
 
@@ -28,10 +27,10 @@ from spark_deploy.hosts.facts import FileStates, LineFact, read_fact
 from spark_deploy.hosts.files import file_states, place_files, remove_files, sync_files
 from spark_deploy.hosts.operations import Commands, host_operation
 from spark_deploy.hosts.status import JobStates
-from spark_deploy.plan.jobs import (
+from spark_deploy.plan.jobs import Work
+from spark_deploy.plan.peers import (
     Member,
     State,
-    Work,
     is_incomplete,
     shared_trees,
     trees_to_share,
@@ -162,8 +161,8 @@ def record_files(jobs: Sequence[Work], release: str, fleet: FleetSettings) -> No
     for work in jobs:
         job = states.states.get(work.job.digest12)
         state = _STATES.get(job.state if job else "", "missing")
-        if isinstance(work.job.proof, ReceiptProof):
-            trees[work.job.proof.digest] = state
+        if work.shared:
+            trees[work.shared.digest] = state
         elif work.layers is not None and trees.get(work.layers.digest) != "complete":
             # Check whether a host still has an image's blobs only if another host needs them.
             trees[work.layers.digest] = "not needed" if state == "complete" else state

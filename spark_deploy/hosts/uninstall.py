@@ -8,7 +8,7 @@ from pyinfra import host
 from pyinfra.api import FactProcessError, FunctionCommand, Host, State, StringCommand
 from spark_contract import paths, tool
 from spark_contract.documents import DocumentError, parse, to_plain
-from spark_contract.job import CHECKPOINT_JOB, FETCH_JOB, ImageProof, Job, ReceiptProof
+from spark_contract.job import CHECKPOINT_JOB, FETCH_JOB, RANK_JOB, ImageProof, Job, ReceiptProof
 from spark_contract.status import Footprint, KeepList, ManagedItem, Pruning, UninstallManifest
 from spark_contract.tool import parse_problem
 from spark_contract.units import DAILY_STAMP
@@ -267,6 +267,8 @@ def _artifact_resources(plan: HostPlan, payload: Payload) -> Iterator[Resource]:
         operation = "Image | Prepare the engine image"
         if job.kind == CHECKPOINT_JOB:
             operation = "Checkpoint | Build the checkpoint"
+        if job.kind == RANK_JOB:
+            operation = f"Checkpoint | {job.title.capitalize()}"
         if job.kind == FETCH_JOB:
             operation = f"Sources | Fetch {job.title.removeprefix('fetch ')}"
         yield _artifact(job, operation)

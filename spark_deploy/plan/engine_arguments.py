@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spark_contract.builder_api import expand_all
+from spark_contract.builder_api import TOKEN_IDS, expand_all
 from spark_contract.paths import ENGINE_SOCKET, ENGINE_USER
 
 from spark_deploy.config.catalog.model import HybridModel, Model, PlainModel
@@ -76,6 +76,7 @@ MODEL_MOUNT = "/model"
 CACHE_MOUNT = "/cache"
 DRAFTER_MOUNT = "/drafter"
 ADAPTERS_MOUNT = "/adapters"
+VOCABULARY_MOUNT = "/draft-vocabulary"
 HEAD_TIMINGS_PATH = f"{CACHE_MOUNT}/spark-lm-head.json"
 """Measurement of the opt-in head, written at the first start on a host."""
 
@@ -207,6 +208,8 @@ def _extra_options(model: Model, profile: Profile) -> dict[str, Any]:
         spark = {"lm_head": profile.head, "lm_head_times": HEAD_TIMINGS_PATH}
         if profile.speculation and profile.speculation.draft_vocabulary_tokens:
             spark["draft_vocabulary"] = profile.speculation.draft_vocabulary_tokens
+            if profile.speculation.draft_vocabulary_text:
+                spark["draft_vocabulary_file"] = f"{VOCABULARY_MOUNT}/{TOKEN_IDS}"
     if profile.ngram_table:
         # The engine's default is pinned host memory.
         options.setdefault("engram-config", {"cpu_offload": profile.ngram_table == "pinned"})

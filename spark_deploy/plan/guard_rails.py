@@ -264,6 +264,10 @@ def _limit_problems(model: Model, profile: Profile) -> Iterator[Problem]:
         what = f"{model.name} has no MTP layer to draft with"
         fix = "set engine.drafts: 0, or choose a profile without drafts"
         yield Problem(f"profile {profile.name}", what, fix)
+    drafts = profile.speculation
+    if drafts and drafts.draft_vocabulary_text and not drafts.draft_vocabulary_tokens:
+        what, fix = "needs engine.draft_vocabulary_tokens", "set it, or remove the text"
+        yield Problem("engine.draft_vocabulary_text", what, fix)
     if model.adapters and profile.speculation:
         what = f"drafts are unverified with adapters, and {model.name} has adapters"
         yield Problem(f"profile {profile.name}", what, "set engine.drafts: 0")

@@ -23,6 +23,7 @@ from spark_deploy.lock.types import Lock
 from spark_deploy.plan import artifacts, cluster, gateway, release, types
 from spark_deploy.plan.resolve import Request, Resolved, resolve, resolve_service
 from spark_deploy.plan.types import DiskUse, HostPlan, ImagePlan, ModelPlan, ServicePlan
+from spark_deploy.plan.vocabulary import vocabulary_plan
 
 # The engine image of 0.31.0: 11.0 GB compressed, 26.4 GB unpacked; a pull needs both.
 _UNPACKED = 2.5
@@ -123,7 +124,7 @@ def plan_model(resolved: Resolved, request: Request) -> ModelPlan:
         base = checkpoint.base
     else:
         base = artifacts.source_plan(artifacts.served_source(model, lock), settings)
-    return ModelPlan(
+    plan = ModelPlan(
         model.name,
         profile.name,
         (base, *(companion.source for companion in companions)),
@@ -133,6 +134,9 @@ def plan_model(resolved: Resolved, request: Request) -> ModelPlan:
         companions=companions,
         requantized=requantized,
     )
+    checkpoint_dir = plan.served_checkpoint.dir
+    vocabulary = vocabulary_plan(model, profile, settings, base.locked, checkpoint_dir)
+    return replace(plan, vocabulary=vocabulary)
 
 
 def _preflight_plan(

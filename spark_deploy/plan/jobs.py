@@ -1,20 +1,15 @@
 """Plan the jobs that prepare checkpoints and images on a host, and list what pruning keeps."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from spark_contract import builder_api, tool, units
-from spark_contract.builder_api import BuildPlan, DonorUrl, RequantizePlan
-from spark_contract.documents import parse, to_json
+from spark_contract.builder_api import BuildPlan, DonorUrl, RankPlan, RequantizePlan
+from spark_contract.documents import to_json
 from spark_contract.fetching import (
-    CopyPlan,
     FetchFile,
     FetchPlan,
-    FinishedTree,
     LayersPlan,
-    Peers,
-    SharedTree,
 )
 from spark_contract.job import (
     CHECKPOINT_JOB,
@@ -23,6 +18,7 @@ from spark_contract.job import (
     IMAGE_BUILD_JOB,
     IMAGE_JOBS,
     IMAGE_PULL_JOB,
+    RANK_JOB,
     REQUANTIZE_JOB,
     AbsenceProof,
     ImageProof,
@@ -43,13 +39,10 @@ from spark_deploy.plan.types import (
     ModelPlan,
     RequantizedPlan,
     SourcePlan,
+    VocabularyPlan,
 )
 
 DAEMON_JSON = "/etc/docker/daemon.json"
-# Concurrent copies per host; a local network is ten times as fast as most uplinks.
-_MAX_COPIES = 8
-# "not needed": absent, but the job's result exists.
-State = Literal["complete", "running", "missing", "not needed"]
 PYTHON = {"PYTHONPATH": f"{CURRENT_TOOLS}:{SITE}"}  # host tools and the builder's packages
 
 
@@ -64,6 +57,12 @@ class Work:
         job_json = ManagedFile(f"{self.job.dir}/job.json", to_json(self.job).encode())
         drop_in = f"{units.drop_in_dir(self.job.unit)}/order.conf"
         return (*self.inputs, job_json, ManagedFile(drop_in, self._dependency_drop_in().encode()))
+
+    @property
+    def shared(self) -> ReceiptProof | None:
+        """The tree that hosts copy from each other; each host ranks tokens itself."""
+        proof, is_shared = self.job.proof, self.job.kind != RANK_JOB
+        return proof if isinstance(proof, ReceiptProof) and is_shared else None
 
     def _dependency_drop_in(self) -> str:
         required = [units.JOB.unit(digest12) for digest12 in self.job.after]
@@ -85,6 +84,7 @@ _COMMANDS = {  # of the checkpoint builder, with the name of its plan in the job
     FETCH_JOB: (builder_api.FETCH, "fetch.json"),
     REQUANTIZE_JOB: (builder_api.REQUANTIZE, "requantize.json"),
     CHECKPOINT_JOB: (builder_api.BUILD, "plan.json"),
+    RANK_JOB: (builder_api.RANK, "rank.json"),
 }
 
 
@@ -92,7 +92,7 @@ def _builder_work(
     digest: str,
     kind: JobKind,
     title: str,
-    job_plan: FetchPlan | RequantizePlan | BuildPlan,
+    job_plan: FetchPlan | RequantizePlan | BuildPlan | RankPlan,
     total_bytes: int | None,
     hub: HubSettings | None,
     *,
@@ -182,6 +182,16 @@ def checkpoint_job(plan: CheckpointPlan, base: Job) -> Work:
     return _builder_work(digest, CHECKPOINT_JOB, title, build, plan.output_bytes, hub, after=after)
 
 
+def rank_job(plan: VocabularyPlan, checkpoint: Job) -> Work:
+    """Return the job that ranks tokens with the tokenizer of the checkpoint."""
+    inputs = {"order": plan.order.digest, "out": plan.order.out, "from": plan.order.tokenizer}
+    digest = digest_of({"kind": RANK_JOB, **inputs})
+    text = ManagedFile(f"{job_dir(digest)}/text.txt", plan.text.encode(), 0o600)
+    order, title = replace(plan.order, text=text.path), f"rank {plan.order.tokens} draft tokens"
+    after = (checkpoint.digest12,)
+    return _builder_work(digest, RANK_JOB, title, order, None, None, after=after, inputs=(text,))
+
+
 def discard_jobs(plan: HostPlan) -> tuple[Work, ...]:
     trees = (service.checkpoint for service in plan.served)
     return _unique(
@@ -243,7 +253,10 @@ def plan_jobs(model: ModelPlan, context: tuple[ManagedFile, ...]) -> tuple[Work,
     requantize = model.requantized and requantize_job(model.requantized, image.job)
     base = requantize or (tree and fetches[tree.base.dir])
     built = (checkpoint_job(tree, base.job),) if tree and base else ()
-    return (*fetches.values(), *((image, requantize, *built) if requantize else (*built, image)))
+    source = built[0] if built else requantize or fetches[model.served_checkpoint.dir]
+    ranked = (rank_job(model.vocabulary, source.job),) if model.vocabulary else ()
+    others = (image, requantize, *built) if requantize else (*built, image)
+    return (*fetches.values(), *others, *ranked)
 
 
 def served_jobs(plan: HostPlan, context: tuple[ManagedFile, ...]) -> tuple[Work, ...]:
@@ -272,6 +285,7 @@ def keep_list(plan: HostPlan) -> KeepList:
     for model in (*plan.served, *plan.ready):
         # The 16-bit repository is not needed once the INT4 checkpoint exists.
         folders |= {model.requantized.dir} if model.requantized else set()
+        folders |= {model.vocabulary.order.out} if model.vocabulary else set()
         folders |= {
             model.cache_dir,
             model.served_checkpoint.dir,
@@ -287,100 +301,3 @@ def keep_list(plan: HostPlan) -> KeepList:
         sources_dir=plan.paths.sources_dir,
         cache_dir=plan.paths.cache_dir,
     )
-
-
-# Peer download: a host downloads, other hosts copy from it.
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    name: str
-    url: str
-    trees: dict[str, State]
-    receipts: dict[str, str] = field(default_factory=dict)  # sha256, of built trees
-
-
-def shared_trees(jobs: Iterable[Work]) -> tuple[SharedTree, ...]:
-    """Return the folders that jobs can share: downloads in progress and complete builds."""
-    trees: dict[str, SharedTree] = {}
-    for work in jobs:
-        proof, name = work.job.proof, work.job.digest12
-        if isinstance(proof, ReceiptProof):
-            unfinished = work.job.kind == FETCH_JOB
-            trees[proof.digest] = SharedTree(proof.digest, proof.tree, name, unfinished)
-        elif (layers := work.layers) is not None:
-            tree = SharedTree(layers.digest, layers.out, name, unfinished=True)
-            trees.setdefault(layers.digest, tree)
-    return tuple(trees.values())
-
-
-def trees_to_share(host: str, members: Sequence[Member]) -> frozenset[str]:
-    states = next(member.trees for member in members if member.name == host)
-    return frozenset(
-        digest
-        for digest in states
-        for other in members
-        if other.name != host and is_incomplete(other.trees.get(digest, "complete"))
-    )
-
-
-def is_incomplete(state: State) -> bool:
-    return state in ("running", "missing")
-
-
-def peer_urls(host: str, digest: str, members: Sequence[Member]) -> tuple[str, ...]:
-    """Return the URLs from which a host copies a tree, in the order to try.
-
-    Hosts with the complete tree come first, in a different order for each client. Then come hosts
-    that are downloading it, and preceding hosts that start now, the nearest first. So hosts never
-    wait for each other, and the first host uses the hub. No host sends more than 8 copies at once.
-    """
-    position = [member.name for member in members].index(host)
-    rank = sum(member.trees.get(digest) == "missing" for member in members[:position])
-
-    def urls_of(state: State, candidates: Sequence[Member]) -> list[str]:
-        return [m.url for m in candidates if m.name != host and m.trees.get(digest) == state]
-
-    complete = urls_of("complete", members)
-    complete = complete if rank < _MAX_COPIES * len(complete) else []
-    turn = position % len(complete) if complete else 0
-    running = urls_of("running", members)
-    preceding = urls_of("missing", members[:position])
-    return (*complete[turn:], *complete[:turn], *running, *reversed(preceding[-_MAX_COPIES:]))
-
-
-def with_peers(work: Work, host: str, members: Sequence[Member]) -> Work:
-    """Return a job that copies from peers if they have the result."""
-    proof = work.job.proof
-    if work.layers is not None:
-        return _share_layers(work, work.layers, host, members)
-    if not isinstance(proof, ReceiptProof):
-        return work
-    urls = peer_urls(host, proof.digest, members)
-    if work.job.kind == FETCH_JOB and urls:
-        [file] = work.inputs
-        fetch = replace(parse(FetchPlan, file.content.decode()), peers=Peers(urls))
-        return replace(work, inputs=(replace(file, content=to_json(fetch).encode()),))
-    receipts = {member.url: member.receipts.get(proof.digest) for member in members}
-    built = tuple(FinishedTree(url, sha256) for url in urls if (sha256 := receipts[url]))
-    if not built:
-        return work
-    copy = to_json(CopyPlan(proof.digest, built)).encode()
-    file = ManagedFile(f"{work.job.dir}/copy.json", copy)
-    job = replace(work.job, argv=(*work.job.argv, builder_api.OR_COPY, file.path))
-    return replace(work, job=job, inputs=(*work.inputs, file))
-
-
-def _share_layers(work: Work, layers: LayersPlan, host: str, members: Sequence[Member]) -> Work:
-    """Return the job of an image with layers of the base from peers, or shared with them.
-
-    A host without peers keeps the blobs for hosts that join later.
-    """
-    urls = peer_urls(host, layers.digest, members)
-    if not urls and layers.digest not in trees_to_share(host, members):
-        return work
-    copied = replace(layers, peers=Peers(urls) if urls else None, keep=not urls)
-    file = ManagedFile(f"{work.job.dir}/layers.json", to_json(copied).encode())
-    argv = (*work.job.argv[:2], tool.LAYERS_OPTION, file.path, *work.job.argv[2:])
-    job = replace(work.job, argv=argv, env={**work.job.env, **PYTHON})
-    return replace(work, job=job, inputs=(*work.inputs, file))

@@ -141,6 +141,10 @@ def plan_release(
     settings, memory, serve = resolved.settings, resolved.memory, resolved.settings.serve
     image, tree = artifacts.image, artifacts.served_checkpoint
     names = serve.names_of(model.name)
+    trees = [(part.source.dir, part.source.digest, part.target) for part in artifacts.companions]
+    if artifacts.vocabulary:
+        order = artifacts.vocabulary.order
+        trees.append((order.out, order.digest, engine.VOCABULARY_MOUNT))
     middleware, defaults = _request_defaults(serve, profile, plugin=image.plugin)
     release = Release(
         service=service,
@@ -154,15 +158,13 @@ def plan_release(
             plugin=image.context_digest[:12],
         ),
         tree=Tree(tree.dir, tree.digest),
-        companions=tuple(
-            Tree(part.source.dir, part.source.digest) for part in artifacts.companions
-        ),
+        companions=tuple(Tree(path, digest) for path, digest, _ in trees),
         engine=contract.Engine(
             argv=(*engine.engine_arguments(model, profile, memory, names), *middleware),
             env={**engine.engine_environment(profile, image, serve.start_timeout_s), **defaults},
             mounts=(
                 Mount(tree.dir, engine.MODEL_MOUNT, True),
-                *(Mount(part.source.dir, part.target, True) for part in artifacts.companions),
+                *(Mount(path, target, True) for path, _, target in trees),
                 Mount(artifacts.cache_dir, engine.CACHE_MOUNT, False),
             ),
             docker_args=engine.container_arguments(settings.engine.cpuset_cpus),

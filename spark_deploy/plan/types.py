@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from spark_contract.builder_api import BuildPlan, RequantizePlan
+from spark_contract.builder_api import BuildPlan, RankPlan, RequantizePlan
 from spark_contract.fetching import LayersPlan
 from spark_contract.gateway import Gateway
 from spark_contract.release import Release
@@ -163,6 +163,14 @@ class ImagePlan:
 
 
 @dataclass(frozen=True, slots=True)
+class VocabularyPlan:
+    """The tokens that the drafter chooses from: the most frequent ones of a text."""
+
+    order: RankPlan
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class CompanionPlan:
     source: SourcePlan
     target: str
@@ -180,6 +188,7 @@ class ModelPlan:
     cache_dir: str
     companions: tuple[CompanionPlan, ...] = field(default=(), kw_only=True)  # also in sources
     requantized: RequantizedPlan | None = field(default=None, kw_only=True)
+    vocabulary: VocabularyPlan | None = field(default=None, kw_only=True)
 
     @property
     def fetched(self) -> tuple[SourcePlan, ...]:

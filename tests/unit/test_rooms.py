@@ -45,6 +45,7 @@ ROOMS: tuple[tuple[str, frozenset[str]], ...] = tuple(
         ("files/checkpoint/spark_checkpoint/build", "numpy"),
         ("files/checkpoint/spark_checkpoint/autoround_job.py", "auto_round torch transformers"),
         ("files/checkpoint/spark_checkpoint/requantize.py", "numpy"),
+        ("files/checkpoint/spark_checkpoint/ranking.py", "tokenizers"),
         ("files/checkpoint/spark_checkpoint/__main__.py", ""),
         # The engine's plugin.
         ("files/image/spark_vllm/__init__.py", ""),

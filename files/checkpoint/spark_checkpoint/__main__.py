@@ -18,6 +18,7 @@ from spark_contract.builder_api import (
     RECIPE_VERSION,
     TOKENIZER,
     BuildPlan,
+    RankPlan,
     RequantizePlan,
 )
 from spark_contract.documents import to_plain
@@ -82,6 +83,11 @@ def _run(arguments: argparse.Namespace, progress: Progress) -> None:
         return
     if arguments.command == builder_api.DISCARD:
         discard_base(arguments.base, arguments.tree, progress)
+        return
+    if arguments.command == builder_api.RANK:
+        from spark_checkpoint.ranking import rank
+
+        rank(files.load(RankPlan, arguments.plan, "is missing"), progress)
         return
     from spark_checkpoint.sources.fetch import fetch, fetch_layers
 
@@ -169,6 +175,7 @@ def _parser() -> argparse.ArgumentParser:
     add_command(builder_api.FETCH, "download a repository at a commit", plan="FETCH.json")
     layers_help = "download the blobs and manifests of an image"
     add_command(builder_api.LAYERS, layers_help, plan="LAYERS.json", manifests="DIR")
+    add_command(builder_api.RANK, "list the most frequent tokens of a text", plan="RANK.json")
     build = add_command(builder_api.BUILD, "build the checkpoint of a plan", plan="PLAN.json")
     requantize_help = "quantize a 16-bit repository with AutoRound"
     requantize = add_command(builder_api.REQUANTIZE, requantize_help, plan="REQUANTIZE.json")

@@ -11,7 +11,7 @@ import os
 import shutil
 import stat
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,7 +48,7 @@ def read_stamp(file: int | Path) -> Stamp:
     return Stamp(status.st_ino, status.st_size, status.st_mtime_ns)
 
 
-def write_json(path: Path, document: Mapping[str, Any]) -> str:
+def write_json(path: Path, document: Mapping[str, Any] | Sequence[int]) -> str:
     """Write indented JSON durably and return its sha256; encodes in batches to save memory."""
     parts = json.JSONEncoder(indent=2, ensure_ascii=False).iterencode(document)
     batches = iter(lambda: "".join(itertools.islice(parts, _JSON_BATCH)).encode(), b"")

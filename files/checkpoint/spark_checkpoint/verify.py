@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from spark_contract import documents, receipts
-from spark_contract.builder_api import BuildPlan, RequantizePlan
+from spark_contract.builder_api import BuildPlan, RankPlan, RequantizePlan
 from spark_contract.fetching import FetchPlan, partial_dir, partial_tree
 from spark_contract.files import sync_directory
 from spark_contract.paths import RECEIPT_NAME
@@ -82,7 +82,7 @@ def verify_checkpoint(directory: Path, progress: Progress, *, full: bool) -> rec
         raise ReceiptMismatchError(str(directory), f"is incomplete: it has no {RECEIPT_NAME}", fix)
     check_files(directory, receipt)
     # Only builds and quantizations have a plan with exact names.
-    if not isinstance(receipt, receipts.SourceReceipt):
+    if isinstance(receipt, (receipts.CheckpointReceipt, receipts.RequantizedReceipt)):
         _check_index(directory, receipt)
     to_hash = [file for file in receipt.files if full or file.may_have_changed(directory)]
     progress.start_phase("verify", sum(file.size_bytes for file in to_hash))
@@ -186,7 +186,7 @@ def _check_content(
 
 
 def create_checkpoint(
-    plan: FetchPlan | BuildPlan | RequantizePlan,
+    plan: FetchPlan | BuildPlan | RequantizePlan | RankPlan,
     description: str,
     progress: Progress,
     write: Callable[[Path, Path], None],

@@ -254,6 +254,34 @@ class RequantizePlan:
         return Path(self.out)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlan:
+    """``rank.json``: list the most frequent tokens of a text."""
+
+    SCHEMA_VERSION: ClassVar[int] = 1
+
+    digest: str  # of the inputs, computed by the controller
+    name: str
+    tokenizer: str  # tokenizer.json
+    text: str  # file
+    vocabulary: int  # token ids of the model
+    tokens: int
+    out: str
+
+    def __post_init__(self) -> None:
+        check_pattern("digest", self.digest, SHA256)
+        check_pattern("name", self.name, _NAME)
+        check_pattern("tokenizer", self.tokenizer, _DIRECTORY)
+        check_pattern("text", self.text, _DIRECTORY)
+        check_plain_directory("out", self.out)
+        for where in ("vocabulary", "tokens"):
+            check_range(where, getattr(self, where), 1)
+
+    @property
+    def out_dir(self) -> Path:
+        return Path(self.out)
+
+
 @dataclass(frozen=True, slots=True)
 class SourceCounts:
     base_tensors: int
@@ -276,6 +304,8 @@ class RepositoryDescription:
     documents: dict[str, dict[str, Any]]
 
 
+TOKEN_IDS = "token_ids.json"  # result of a RankPlan: a list, most frequent first
+
 BUILDER = "spark_checkpoint"  # the package, run as `python3 -m`
 
 BUILD = "build"
@@ -285,6 +315,7 @@ DISCARD = "discard"
 FETCH = "fetch"
 INSPECT = "inspect"
 LAYERS = "layers"
+RANK = "rank"
 REQUANTIZE = "requantize"
 VERIFY = "verify"
 

@@ -9,10 +9,13 @@ from spark_contract.tool import PHASE
 FETCH_JOB: Final = "fetch"
 REQUANTIZE_JOB: Final = "requantize"
 CHECKPOINT_JOB: Final = "checkpoint"
+RANK_JOB: Final = "rank"
 IMAGE_BUILD_JOB: Final = "image-build"
 IMAGE_PULL_JOB: Final = "image-pull"
 DISCARD_JOB: Final = "discard"
-JobKind = Literal["fetch", "requantize", "checkpoint", "image-build", "image-pull", "discard"]
+JobKind = Literal[
+    "fetch", "requantize", "checkpoint", "rank", "image-build", "image-pull", "discard"
+]
 IMAGE_JOBS: Final = (IMAGE_BUILD_JOB, IMAGE_PULL_JOB)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar, Literal
 
 from spark_contract import documents
-from spark_contract.builder_api import BuildPlan, RequantizePlan
+from spark_contract.builder_api import BuildPlan, RankPlan, RequantizePlan
 from spark_contract.documents import OPTIONAL, DocumentError
 from spark_contract.fetching import is_inside
 from spark_contract.paths import RECEIPT_NAME
@@ -102,16 +102,24 @@ class RequantizedReceipt(Receipt):
     report: dict[str, Any]
 
 
-AnyReceipt = SourceReceipt | CheckpointReceipt | RequantizedReceipt
+@dataclass(frozen=True, slots=True)
+class RankedReceipt(Receipt):
+    kind: Literal["ranked"]
+    plan: RankPlan
+    counted_tokens: int  # of the text
+
+
+AnyReceipt = SourceReceipt | CheckpointReceipt | RequantizedReceipt | RankedReceipt
+_KINDS: dict[str, type[AnyReceipt]] = {
+    "checkpoint": CheckpointReceipt,
+    "requantized": RequantizedReceipt,
+    "ranked": RankedReceipt,
+}
 
 
 def parse(text: str | bytes) -> AnyReceipt:
     data = documents.parse(dict, text)
-    if data.get("kind") == "checkpoint":
-        return documents.read(CheckpointReceipt, data)
-    if data.get("kind") == "requantized":
-        return documents.read(RequantizedReceipt, data)
-    return documents.read(SourceReceipt, data)
+    return documents.read(_KINDS.get(str(data.get("kind")), SourceReceipt), data)
 
 
 def find_receipt(tree: Path) -> AnyReceipt | None:

@@ -62,6 +62,8 @@ class Speculation:
     draft_vocabulary_tokens: int | None = Field(default=None, ge=1024, multiple_of=64)
     """Most frequent tokens, with head: int8-triton, that drafts are chosen from; the drafter then
     reads only their rows of the LM head. null: all. Not run on a GPU yet."""
+    # The text itself, filled from the settings.
+    draft_vocabulary_text: SkipJsonSchema[str | None] = None
     longest_match: int | None = Field(default=None, ge=1, le=64)
     """With ngram: maximum tokens to match."""
     shortest_match: int | None = Field(default=None, ge=1, le=64)

@@ -279,7 +279,7 @@ class ServiceEngineSettings:
     max_sequences: int | None = Field(default=None, ge=1, le=1024)
     """Maximum requests processed at the same time."""
     kv_cache_gib: Gib | None = Field(default=None, gt=0)
-    """Size of the KV cache in GiB, instead of deriving it from the memory fraction."""
+    """KV cache in GiB, instead of deriving it from the memory fraction."""
     drafts: int | None = Field(default=None, ge=0, le=3, examples=[1])
     """Draft tokens per step from the model's MTP layer; 0: none. The check requires that half of
     them are accepted."""
@@ -288,16 +288,16 @@ class ServiceEngineSettings:
     drafter: Literal["keep", "int4-g128"] | None = None
     """Format of the MTP layer, as in a profile's `drafter`. May need a new checkpoint."""
     draft_sample_method: Literal["greedy", "probabilistic"] | None = None
-    """How draft tokens are sampled, as in a profile's `speculation`."""
+    """How drafts are sampled, as in a profile's `speculation`."""
     rejection_sample_method: Literal["standard", "block"] | None = None
-    """How draft tokens are verified, as in a profile's `speculation`."""
+    """How drafts are verified, as in a profile's `speculation`."""
     draft_vocabulary_tokens: int | None = Field(default=None, ge=1024, multiple_of=64)
-    """Number of frequent tokens from which drafts are chosen, as in a profile's `speculation`. Not
-    yet run on a GPU."""
+    """Frequent tokens to choose drafts from, as in a profile's `speculation`. Not yet run on a
+    GPU."""
     num_speculative_tokens_per_batch_size: DraftSchedule | None = Field(
         default=None, examples=[[[1, 2, 2], [3, 4, 1]]]
     )
-    """Number of draft tokens by number of running requests, as in a profile's `speculation`."""
+    """Draft tokens by number of running requests, as in a profile's `speculation`."""
     chat_template: str | None = Field(default=None, min_length=1, examples=["templates/chat.jinja"])
     """Local file with a Jinja chat template, relative to the inventory's folder. A changed file is
     a new release."""
@@ -308,9 +308,9 @@ class ServiceEngineSettings:
             r"^\d{1,3}(-\d{1,3})?(,\d{1,3}(-\d{1,3})?)*$", "CPU numbers and ranges", "5-9,15-19"
         ),
     )
-    """For experts: CPUs of the engine's container (`docker run --cpuset-cpus`); null: all. A GB10
-    has its ten fast cores (X925) at 5-9 and 15-19; one recipe reports +2 to 3 %. Compare
-    results with and without it: `bench --compare`."""
+    """CPUs of the engine's container (`docker run --cpuset-cpus`); null: all. A GB10
+    has its ten fast cores (X925) at 5-9 and 15-19; one recipe reports +2 to 3 %. Measure it
+    with `bench --compare`."""
     vision: bool | None = None
     """true: keep the vision tower (0.8 GiB for Qwen3.5). false: serve text only."""
     options: dict[str, Any] = Field(
@@ -319,15 +319,15 @@ class ServiceEngineSettings:
         json_schema_extra={"propertyNames": OPTION_NAMES},
     )
     """More options of `vllm serve`: name without leading dashes, and value. true gives a bare flag,
-    null drops an option of the profile. Options outside `spark_deploy/config/settings/allowed.py`
+    null drops the profile's option. Options outside `spark_deploy/config/settings/allowed.py`
     need override_rails."""
     environment: dict[str, str] = Field(
         default_factory=dict,
         examples=[{"VLLM_LOG_STATS_INTERVAL": "30"}],
         json_schema_extra={"propertyNames": ENVIRONMENT_NAMES},
     )
-    """More environment variables of the engine, with the same limits as options. Never use secrets,
-    because they are visible on the host."""
+    """More environment variables of the engine, with the same limits. Never use secrets, which
+    are visible on the host."""
 
     def violations(self) -> Iterator[Violation]:
         yield from engine_violations(self.options, self.environment)
@@ -339,5 +339,6 @@ class EngineSettings(ServiceEngineSettings):
     """Engine settings; null: the profile's value."""
 
     memory_fraction: float | None = Field(default=None, gt=0, le=0.95)
-    """Share of memory.total_gib that the engine may use. Users report that hosts thrash or freeze
-    above 0.82."""
+    """Share of memory.total_gib that the engine may use. Users report freezes above 0.82."""
+    draft_vocabulary_text: str | None = Field(default=None, min_length=1, examples=["answers.txt"])
+    """Local UTF-8 text like your answers, up to 64 MiB; hosts rank draft tokens by it."""

@@ -233,6 +233,8 @@ class _LocalFileError(Exception):
 
 def _with_local_files(settings: Settings, root: Path) -> Settings:
     engine = _with_template(settings.engine, root)
+    if not isinstance(engine, Violation):
+        engine = _with_vocabulary_text(engine, root)
     requantize = _with_calibration(settings.requantize, root)
     broken = []
     for section, result in (("engine", engine), ("requantize", requantize)):
@@ -256,19 +258,15 @@ def _with_template(engine: EngineSettings, root: Path) -> EngineSettings | Viola
     if any(name.replace("_", "-") == _TEMPLATE_OPTION for name in engine.options):
         return Violation(key, f"and engine.options both set {_TEMPLATE_OPTION}", "keep only one")
     path = root / Path(engine.chat_template).expanduser()
-    try:
-        text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        message = f"{path} cannot be read ({type(error).__name__})"
-        return Violation(key, message, "set it to a text file on this machine")
+    text = _read_text(key, path, _MAX_TEMPLATE_BYTES, "set it to a Jinja file on this machine")
+    if isinstance(text, Violation):
+        return text
     if problem := _template_problem(text):
         return Violation(key, f"{path} {problem}", "set it to a file with a Jinja chat template")
     return dataclasses.replace(engine, options={**engine.options, _TEMPLATE_OPTION: text})
 
 
 def _template_problem(text: str) -> str | None:
-    if len(text.encode()) > _MAX_TEMPLATE_BYTES:
-        return f"is larger than {_MAX_TEMPLATE_BYTES} bytes"
     if _CONTROL.search(text):
         return "contains a control character"
     if "messages" not in text or "{" not in text:
@@ -278,7 +276,30 @@ def _template_problem(text: str) -> str | None:
     return None
 
 
-_MAX_CALIBRATION_BYTES = 64 << 20
+_MAX_TEXT_BYTES = 64 << 20
+
+
+def _read_text(key: KeyPath, path: Path, max_bytes: int, fix: str) -> str | Violation:
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        return Violation(key, f"{path} cannot be read ({type(error).__name__})", fix)
+    if not text:
+        return Violation(key, f"{path} is empty", fix)
+    if len(text.encode()) > max_bytes:
+        return Violation(key, f"{path} is larger than {max_bytes} bytes", "use a smaller file")
+    return text
+
+
+def _with_vocabulary_text(engine: EngineSettings, root: Path) -> EngineSettings | Violation:
+    """Return the settings with the content of the file that draft tokens are ranked by."""
+    if engine.draft_vocabulary_text is None:
+        return engine
+    key, path = ("draft_vocabulary_text",), root / Path(engine.draft_vocabulary_text).expanduser()
+    text = _read_text(key, path, _MAX_TEXT_BYTES, "set it to a UTF-8 text file on this machine")
+    if isinstance(text, Violation):
+        return text
+    return dataclasses.replace(engine, draft_vocabulary_text=text)
 
 
 def _with_calibration(requantize: RequantizeSettings, root: Path) -> RequantizeSettings | Violation:
@@ -288,23 +309,16 @@ def _with_calibration(requantize: RequantizeSettings, root: Path) -> RequantizeS
     key = ("calibration",)
     path = root / Path(requantize.calibration).expanduser()
     fix = 'use a local file of JSON lines, each {"text": "..."}'
-    try:
-        text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        return Violation(key, f"{path} cannot be read ({type(error).__name__})", fix)
-    if len(text.encode()) > _MAX_CALIBRATION_BYTES:
-        message = f"{path} is larger than {_MAX_CALIBRATION_BYTES} bytes"
-        return Violation(key, message, "use a smaller file")
-    lines = text.splitlines()
-    for number, line in enumerate(lines, 1):
+    text = _read_text(key, path, _MAX_TEXT_BYTES, fix)
+    if isinstance(text, Violation):
+        return text
+    for number, line in enumerate(text.splitlines(), 1):
         try:
             sample = json.loads(line)
         except ValueError:
             sample = None
         if not isinstance(sample, dict) or not isinstance(sample.get("text"), str):
             return Violation(key, f"{path}, line {number} has no text", fix)
-    if not lines:
-        return Violation(key, f"{path} is empty", fix)
     return dataclasses.replace(requantize, calibration=text)
 
 

@@ -9,6 +9,7 @@ from tests.faults.pause import JOBS
 
 JOBS_ELSEWHERE = {
     "requantize": "its container is killed between two blocks in tests/host/test_requantize.py",
+    "rank": "killed at every call in tests/unit/checkpoint/test_ranking.py",
     "discard": "killed at every call in tests/unit/checkpoint/test_builder_verify.py",
 }
 

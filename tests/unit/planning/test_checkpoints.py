@@ -11,7 +11,8 @@ from spark_deploy.hosts.capacity import disk_demands
 from spark_deploy.hosts.disk import DiskUsage
 from spark_deploy.lock.resolve import required_names
 from spark_deploy.plan.artifacts import reject_unbuildable_checkpoint
-from spark_deploy.plan.jobs import Member, discard_jobs, keep_list, plan_jobs, with_peers
+from spark_deploy.plan.jobs import discard_jobs, keep_list, plan_jobs
+from spark_deploy.plan.peers import Member, with_peers
 from spark_deploy.plan.resolve import model_and_profile
 from tests.unit.planning.plans import CATALOG, plan_of, problems, settings_of
 from tests.unit.preflight.surveyed import survey

@@ -12,15 +12,11 @@ from spark_deploy.config.settings.host import DOCKER_DIR
 from spark_deploy.config.settings.sources import DownloadSettings, HubSettings
 from spark_deploy.lock.resolve import required_names
 from spark_deploy.lock.types import LockedSource, SourceFile
-from spark_deploy.plan.jobs import (
+from spark_deploy.plan.jobs import fetch_job, image_job, keep_list, plan_jobs, ready_jobs
+from spark_deploy.plan.peers import (
     Member,
     State,
-    fetch_job,
-    image_job,
-    keep_list,
     peer_urls,
-    plan_jobs,
-    ready_jobs,
     shared_trees,
     trees_to_share,
     with_peers,

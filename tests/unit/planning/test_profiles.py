@@ -5,13 +5,18 @@ from pathlib import Path
 
 import pytest
 import yaml
+from spark_contract.builder_api import TOKEN_IDS, RankPlan
+from spark_contract.documents import parse
+from spark_contract.release import Tree
 
 from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.checkout import CHECKOUT
-from spark_deploy.config.errors import CatalogError, SettingsError
+from spark_deploy.config.errors import CatalogError, PlanError, SettingsError
 from spark_deploy.config.settings.types import Settings
+from spark_deploy.plan.jobs import keep_list, plan_jobs
+from spark_deploy.plan.peers import Member, shared_trees, with_peers
 from spark_deploy.plan.speed import compute_speed
-from tests.unit.planning.plans import FIXTURE, plan_of, problems, shipped_catalog
+from tests.unit.planning.plans import CATALOG, FIXTURE, plan_of, problems, shipped_catalog
 
 RESULTS = CHECKOUT / "proofs/results/gpu"
 SHIPPED, DEFAULT = shipped_catalog(), Settings()
@@ -117,6 +122,68 @@ def test_draft_vocabulary_reaches_the_plugin_and_makes_drafts_faster():
     # Two drafts that each read 32,768 of 248,320 rows of 3,072 INT8 values with a scale per 128.
     saved_bytes = 2 * (248_320 - 32_768) * 3072 * (1 + 2 / 128)
     assert saved_s == pytest.approx(saved_bytes / (0.99 * 273e9), rel=0.01)
+
+
+def ranked_plan(tmp_path, text="three words here", **settings):
+    (tmp_path / "answers.txt").write_text(text)
+    settings = {"engine.draft_vocabulary_tokens": 32768, **settings}
+    path = str(tmp_path / "answers.txt")
+    return plan_of(
+        **{"engine.head": "int8-triton", "engine.draft_vocabulary_text": path, **settings}
+    )
+
+
+def test_text_of_draft_vocabulary_is_ranked_on_the_host_and_mounted(tmp_path):
+    plan = ranked_plan(tmp_path)
+    [work] = [work for work in plan_jobs(plan, ()) if work.job.kind == "rank"]
+    [built] = [work.job.digest12 for work in plan_jobs(plan, ()) if work.job.kind == "checkpoint"]
+    assert work.job.after == (built,)
+    text, order = work.inputs
+    assert (text.content, text.mode) == (b"three words here", 0o600)
+    ranked = parse(RankPlan, order.content.decode())
+    assert (ranked.text, ranked.tokens) == (text.path, 32768)
+    assert ranked.tokenizer == f"{plan.checkpoint.dir}/tokenizer.json"
+    assert ranked.vocabulary == CATALOG.model("large").architecture.vocabulary
+    assert Tree(ranked.out, ranked.digest) in plan.release.companions
+    [mount] = [mount for mount in plan.release.engine.mounts if mount.source == ranked.out]
+    assert mount.read_only
+    argv = plan.release.engine.argv
+    spark = json.loads(argv[argv.index("--additional-config") + 1])["spark"]
+    assert spark["draft_vocabulary_file"] == f"{mount.target}/{TOKEN_IDS}"
+    assert ranked.out in keep_list(plan).folders
+    members = [Member(name, f"http://{name}", {ranked.digest: "complete"}) for name in "ab"]
+    assert with_peers(work, "a", members) == work
+    assert ranked.digest not in {tree.digest for tree in shared_trees([work])}
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        ({}, True),
+        ({"engine.max_sequences": 2}, True),
+        ({"text": "other words"}, False),
+        ({"engine.draft_vocabulary_tokens": 16384}, False),
+    ],
+)
+def test_folder_of_ranked_tokens_depends_only_on_inputs(tmp_path, change, same):
+    first, second = ranked_plan(tmp_path), ranked_plan(tmp_path, **change)
+    assert (first.vocabulary.order == second.vocabulary.order) is same
+    assert (first.release.name == second.release.name) is (not change)
+    assert first.checkpoint == second.checkpoint
+
+
+def test_rejects_text_of_draft_vocabulary_without_number_of_tokens(tmp_path):
+    with pytest.raises(PlanError, match="draft_vocabulary_text"):
+        ranked_plan(tmp_path, **{"engine.draft_vocabulary_tokens": None})
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\xff", b"x" * ((64 << 20) + 1)])
+def test_rejects_unreadable_empty_and_large_texts_of_draft_vocabulary(tmp_path, content):
+    path = tmp_path / "answers.txt"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(SettingsError, match=r"engine\.draft_vocabulary_text"):
+        plan_of(**{"engine.draft_vocabulary_text": str(path)})
 
 
 @pytest.mark.parametrize("schedule", [[[2, 4, 1]], [[1, 2, 2], [2, 3, 1]], [[1, 3, 2], [5, 4, 1]]])
