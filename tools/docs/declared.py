@@ -135,13 +135,12 @@ def settings_page() -> Iterator[str]:
     usual = {key: leaf for key, leaf in everything.items() if key not in COMMAND_FLAGS | EXPERT}
     yield from _table("Common settings", "", usual)
     expert = {key: everything[key] for key in everything if key in EXPERT}
-    yield from _table("Expert", "Most hosts need none of these.", expert)
+    yield from _table("Expert settings", "Most hosts need none of these settings.", expert)
     flags = {key: everything[key] for key in everything if key in COMMAND_FLAGS}
     yield from _table(
-        "Options of a command", "Pass them with `--data` to the command or the deploy.", flags
+        "Options of a command", "Pass these settings to the command or deploy with `--data`.", flags
     )
     yield from ("", "## Entries", "", ENTRIES_INTRODUCTION, "")
-    yield from ("| key | type | meaning |", "|---|---|---|")
     yield from _entry_rows("SECRET", schema_of(SecretRef, "secret"))
     for key, (part, _) in everything.items():
         if "properties" in (part.get("items") or {}):
@@ -165,7 +164,7 @@ def _leaves(properties: dict[str, Any], defaults: dict[str, Any]) -> Iterator[tu
 
 def _entry_rows(prefix: str, part: dict[str, Any]) -> Iterator[str]:
     for key, inner in part["properties"].items():
-        yield row(f"`{prefix}.{key}`", _form(inner), inner["description"])
+        yield f"- `{prefix}.{key}` ({_form(inner)}): {inner['description']}"
 
 
 def _table(title: str, text: str, keys: dict[str, Leaf]) -> Iterator[str]:
@@ -200,9 +199,9 @@ def row(*cells: object) -> str:
 
 HEADINGS = {
     "model": "Model and service\n"
-    "A release contains model, profile, engine, memory, watch, check, and names and time limits of "
-    "serve. Changing any of them restarts the engine and checks it; if the check fails, the "
-    "previous release returns. Port, exposure, TLS, key and request limits need no restart.",
+    "A release contains model, profile, engine, memory, watch, check, and the names and time "
+    "limits of serve. A change of these settings restarts and checks the engine; if the check fails, "
+    "the previous release returns. Port, exposure, TLS, keys and request limits need no restart.",
     "memory": "Memory: one pool for CPU and GPU",
     "lock_file": "Sources",
     "expect": "Host requirements",
@@ -219,15 +218,16 @@ ALL_YML_HEAD = """\
 # group < host < --data key=value. Mappings are merged by key; lists are replaced."""
 
 SETTINGS_INTRODUCTION = (
-    "Settings define what a host serves and how. Put them in `group_vars/all.yml` (all hosts), "
-    "`group_vars/<group>.yml` or `host_vars/<host>.yml` in your folder. A host's value overrides "
-    "the group's value, and `--data key=value` overrides both (`--data serve.port=9000`). Mappings "
-    "are merged by key, and lists are replaced. An invalid setting stops a run before the first "
-    "connection.\n\nThe value `null` leaves the choice to the profile or the system, unless the "
-    "description says otherwise. Under `engine` you can also use vLLM's names `max_model_len`, "
-    "`max_num_seqs`, `gpu_memory_utilization` and `num_speculative_tokens`."
+    "To change a setting, run `spark-deploy set KEY=VALUE`, or edit `group_vars/all.yml` (all "
+    "hosts), `group_vars/<group>.yml` or `host_vars/<host>.yml` in your folder. Then run "
+    "`spark-deploy up`. A host's value overrides the group's value, and `--data key=value` "
+    "overrides both (`--data serve.port=9000`). A host's mapping is merged with the group's, and a "
+    "host's list replaces the group's.\n\nUnless the description says otherwise, `null` leaves "
+    "the choice to the profile or the system. Under `engine` you can also use vLLM's names "
+    "`max_model_len`, `max_num_seqs`, `gpu_memory_utilization` and `num_speculative_tokens`."
 )
 
 ENTRIES_INTRODUCTION = (
-    "Keys in a list entry (`[]`), a mapping entry (`NAME`) or a secret (exactly one key)."
+    "These keys are allowed in entries of lists (`[]`) and mappings (`NAME`). A secret has exactly "
+    "one of its keys."
 )

@@ -163,11 +163,13 @@ def _is_chosen_by_users(profile: Profile) -> bool:
     return not profile.choose_when.startswith("you compare stages")
 
 
-def rail_rows() -> Iterator[str]:
-    yield from ("| rule | effect | reason | evidence |", "|---|---|---|---|")
-    for rail in catalog().rails:
-        effect = f"{rail.effect} †" if rail.may_be_overridden else rail.effect
-        yield row(f"`{rail.rule}`", effect, rail.reason, rail.evidence)
+def guard_rails() -> Iterator[str]:
+    for effect, title in (("refuse", "Rejected plans"), ("warn", "Warnings")):
+        yield from ("", f"### {title}", "")
+        for rail in catalog().rails:
+            if rail.effect == effect:
+                mark = " †" if rail.may_be_overridden else ""
+                yield f"- `{rail.rule}`{mark} ({rail.evidence}): {rail.reason}."
 
 
 def profile_proofs() -> Iterator[str]:
@@ -211,7 +213,7 @@ FILES: dict[str, Callable[[], Iterable[str]]] = {
 PARTS: dict[str, dict[str, Callable[[], Iterable[str]]]] = {
     "docs/reference/commands.md": {"commands": command_rows},
     "docs/reference/models.md": {"hybrid models": hybrid_models, "plain models": plain_models},
-    "docs/reference/profiles.md": {"profiles": profile_sections, "guard rails": rail_rows},
+    "docs/reference/profiles.md": {"profiles": profile_sections, "guard rails": guard_rails},
     "docs/reference/speed.md": {
         "comparison": lambda: speed.compared_rows(catalog()),
         "measurements": lambda: speed.measured_rows(catalog()),

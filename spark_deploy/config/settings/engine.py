@@ -281,8 +281,8 @@ class ServiceEngineSettings:
     kv_cache_gib: Gib | None = Field(default=None, gt=0)
     """KV cache in GiB, instead of deriving it from the memory fraction."""
     drafts: int | None = Field(default=None, ge=0, le=3, examples=[1])
-    """Draft tokens per step from the model's MTP layer; 0: none. The check requires that half of
-    them are accepted."""
+    """Draft tokens per step from the model's MTP layer; 0: none. The check requires that the model
+    accepts half of them."""
     head: Literal["keep", "int8-g128", "int8-triton"] | None = None
     """Format of the LM head, as in a profile's `head`. May need a new checkpoint."""
     drafter: Literal["keep", "int4-g128"] | None = None
@@ -339,6 +339,6 @@ class EngineSettings(ServiceEngineSettings):
     """Engine settings; null: the profile's value."""
 
     memory_fraction: float | None = Field(default=None, gt=0, le=0.95)
-    """Share of memory.total_gib that the engine may use. Users report freezes above 0.82."""
+    """Fraction of memory.total_gib that the engine may use. Users report freezes above 0.82."""
     draft_vocabulary_text: str | None = Field(default=None, min_length=1, examples=["answers.txt"])
-    """Local UTF-8 text like your answers, up to 64 MiB; hosts rank draft tokens by it."""
+    """Local UTF-8 text, up to 64 MiB, that resembles your answers. Hosts rank draft tokens by it."""

@@ -62,7 +62,7 @@ class BaseSettings:
     """Packages and host settings that need no GPU."""
 
     package_lock_wait_s: int = Field(default=1800, ge=0, le=86400)
-    """Seconds to wait for another package installation, such as timers after a boot."""
+    """Seconds to wait for another package installation, such as apt's timers after a boot."""
     skip: tuple[Literal["hold-driver", "disable-sleep", "protect-login"], ...] = Field(
         default=(), examples=[["disable-sleep"]], json_schema_extra=UNIQUE
     )
@@ -71,7 +71,8 @@ class BaseSettings:
     protect-login: guarantee memory to SSH and login sessions. Adding an entry later reverts it,
     except disable-sleep."""
     headless: bool = False
-    """Boot into multi-user.target from the next boot; the desktop uses several GiB."""
+    """Boot without the desktop (multi-user.target) from the next boot. The desktop uses several GiB
+    of memory."""
     earlyoom: bool = False
     """Install earlyoom; it stops the engine first when memory runs out."""
     compaction_proactiveness: int | None = Field(default=None, ge=0, le=100)
@@ -90,7 +91,8 @@ class DockerSettings:
     )
     """Keys merged into /etc/docker/daemon.json."""
     users: tuple[_User, ...] = Field(default=(), json_schema_extra=UNIQUE)
-    """Users that may use docker without sudo from their next login; equivalent to root."""
+    """Users that may use docker without sudo from their next login. This is equivalent to root
+    access."""
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
@@ -172,8 +174,8 @@ class ClusterSettings:
     hosts: tuple[Text, ...] = Field(
         default=(), examples=[["spark-1", "spark-2"]], json_schema_extra=UNIQUE
     )
-    """Inventory names of the hosts, with one rank per host; clients connect to the first. All need
-    the same settings, so use group_vars."""
+    """Inventory names of hosts that serve one model together, with one rank per host. Clients
+    connect to the first host. All hosts need the same settings, so use group_vars."""
     subnet: str | None = Field(
         default=None,
         examples=["192.168.100.0/24"],
@@ -201,9 +203,9 @@ class ReplicasSettings:
     hosts: tuple[Text, ...] = Field(
         default=(), examples=[["spark-1", "spark-2"]], json_schema_extra=UNIQUE
     )
-    """Inventory names of the hosts. Each routes requests to the proven host with the fewest running
-    requests, and a conversation to one host. All need the same settings and serve.api_key, so use
-    group_vars."""
+    """Inventory names of hosts with the same model. Each host forwards a request to the proven host
+    with the fewest running requests, and all requests of a conversation to the same host. All hosts
+    need the same settings and serve.api_key, so use group_vars."""
     port: int = Field(default=8008, ge=1, le=65535, description="Shared port of the replicas.")
     # Filled by the inventory: fleet.address of each host, or its address for clients.
     addresses: SkipJsonSchema[dict[str, str]] = Field(default_factory=dict, exclude=True)
@@ -227,8 +229,8 @@ class FabricSettings:
     networks: tuple[Text, ...] = Field(
         default=("192.168.100.0/24", "192.168.101.0/24"), min_length=1, json_schema_extra=UNIQUE
     )
-    """A private network for each cabled interface, in the order of their names. A shared network
-    breaks routing."""
+    """A private network for each cabled interface, in the order of the interface names. Two
+    interfaces in one network would break routing."""
     interfaces: tuple[Interface, ...] = Field(
         default=(), examples=[["enp1s0f0np0", "enP2p1s0f0np0"]], json_schema_extra=UNIQUE
     )

@@ -28,8 +28,8 @@ class CheckpointSettings:
     requantized: build from your own INT4 checkpoint, made by `spark-deploy add MODEL
     --requantize`."""
     keep_base: bool = True
-    """false: remove the base when a full checkpoint serves. A rebuild then downloads it again. An
-    overlay needs the base."""
+    """false: remove the base when a full checkpoint serves. A rebuild then downloads the base
+    again. An overlay needs the base."""
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
@@ -124,10 +124,10 @@ class RolloutSettings:
     """How a change is rolled out across hosts. If no host serves yet, all start at once."""
 
     at_once: Annotated[int, Field(ge=1)] | Literal["all"] = Field(default=1, examples=[2, "all"])
-    """Number of hosts that are updated at the same time, or all. The next hosts follow when these
+    """Number of hosts that change at the same time, or all. The other hosts follow when these hosts
     are proven."""
     canary: str | None = Field(default=None, min_length=1, examples=["spark-1"])
-    """Inventory name of the host that is updated first; null: the first host."""
+    """Inventory name of the host that changes first; null: the first host."""
 
 
 KEY_NAME = text_schema(
@@ -161,9 +161,9 @@ class RequestDefaults:
     thinking: bool | None = Field(default=None, description="Think before the answer.")
     temperature: float | None = Field(default=None, ge=0, le=2, description="0: greedy.")
     top_p: float | None = Field(default=None, gt=0, le=1)
-    """Sample from the most probable tokens whose probabilities add up to this."""
+    """Sample from the most probable tokens whose probabilities add up to this value."""
     top_k: int | None = Field(default=None, ge=0)
-    """Sample from this many tokens; 0: all."""
+    """Sample from this number of most probable tokens; 0: all."""
     min_p: float | None = Field(default=None, ge=0, le=1)
     """Minimum probability, relative to the most probable token."""
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
@@ -188,20 +188,20 @@ class ServeSettings:
     names: tuple[ServedName, ...] = Field(
         default=(), examples=[["assistant", "qwen"]], json_schema_extra=UNIQUE
     )
-    """Model names that clients may use. `connect` prints the first, so keep it when the model
-    or profile changes. Empty: the model's catalog name."""
+    """Model names that clients may use. `connect` prints the first name, so keep this name when the
+    model or profile changes. Empty: the model's catalog name."""
     defaults: dict[str, RequestDefaults] = Field(
         default_factory=dict,
         examples=[{"qwen-fast": {"thinking": False, "temperature": 0.7}}],
         json_schema_extra={"propertyNames": SERVED_NAME},
     )
-    """Request defaults by model name, for several names of one engine. Needs a profile with our
-    plugin."""
+    """Request defaults for each model name, if one engine has several names. Needs a profile with
+    our plugin."""
     port: int = Field(default=8000, ge=1, le=65535, description="Port of the gateway.")
     expose: Expose = Field(
         default="loopback",
         description=f"Which clients reach the gateway: {_AUDIENCES}; lan listens on every address. "
-        "The API key is always required. Changing it does not restart the engine.",
+        "Clients always need the API key. A change does not restart the engine.",
     )
     address: str | None = Field(
         default=None,
@@ -242,7 +242,7 @@ class ServeSettings:
     """Maximum seconds from a start to the first checked answer. The first start compiles kernels
     and loads 70 GB."""
     drain_s: int = Field(default=30, ge=0)
-    """Seconds that in-flight requests get before a change of release stops the engine."""
+    """Seconds that running requests get to finish before a change of release stops the engine."""
 
     def names_of(self, model: str) -> tuple[str, ...]:
         return tuple(dict.fromkeys((*(self.names or (model,)), *self.defaults)))
@@ -276,8 +276,8 @@ class MemorySettings:
     total_gib: Gib = Field(default=119.7, gt=0)
     """MemTotal of the host: 119.7 on a 128 GB Spark; newer units show 121.7."""
     reserve_gib: Gib = Field(default=12, ge=1)
-    """Memory for the system and other workloads. The engine is stopped if less than half of this,
-    and less than 4 GiB, is available."""
+    """Memory for the system and other workloads. The engine stops if less than 4 GiB and less than
+    half of this reserve is available."""
     start_wait_s: int = Field(default=300, ge=0)
     """Maximum seconds to wait before a start until a stopped engine has freed memory."""
 

@@ -49,7 +49,7 @@ class HubSettings:
     endpoint: Url = "https://huggingface.co"
     """Base URL of the hub, without a slash at the end."""
     mirrors: tuple[Url, ...] = Field(default=(), json_schema_extra=UNIQUE)
-    """Base URLs tried before the endpoint; hashes are verified."""
+    """Base URLs to try before the endpoint. Hosts verify the hashes of downloads."""
     token: SecretRef | None = None
     """Where the controller reads a token for gated repositories: {env: NAME}, {file: PATH} or
     {command: [PROGRAM, ARGUMENT]}; null: your Hugging Face login (HF_TOKEN or `hf auth login`),
@@ -86,7 +86,7 @@ class DownloadSettings:
     """Maximum MiB per second per host; null: unlimited."""
     outage_s: float = Field(default=6 * 3600.0, ge=0, le=7 * 86400)
     """Seconds without a new byte during which jobs retry the hub. 0: a download fails after two
-    such attempts; the next run resumes."""
+    attempts without a new byte, and the next run resumes it."""
     look_in: tuple[Glob, ...] = Field(
         default=(
             "/srv/spark/sources",

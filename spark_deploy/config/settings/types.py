@@ -121,16 +121,17 @@ class Settings:
                    {"at": "20:00", "model": "qwen3.5-122b", "profile": "agent"}]],
         json_schema_extra=UNIQUE,
     )  # fmt: skip
-    """Times at which a host switches to a model and profile. Each entry must be the default or be
-    in keep_ready, and the default needs an entry too. A deploy keeps the scheduled model."""
+    """Times at which a host switches to a model and profile. The model and profile of each entry
+    must be the default or in keep_ready, and the default needs an entry too. A deploy does not undo
+    a scheduled switch."""
     services: dict[str, ServiceSettings] = Field(
         default_factory=dict,
         examples=[{"embed": {"model": "qwen3-embedding", "profile": "plain", "port": 8001,
                              "memory_gib": 6}}],
         json_schema_extra={"propertyNames": SERVICE_NAME},
     )  # fmt: skip
-    """More services on this host by name, such as an embedding model. Each is released, checked and
-    rolled back separately."""
+    """More services on this host, by name, such as an embedding model. Each service is changed,
+    checked and rolled back separately."""
     releases: ReleaseSettings = Field(default_factory=ReleaseSettings)
     rollout: RolloutSettings = Field(default_factory=RolloutSettings)
     serve: ServeSettings = Field(default_factory=ServeSettings)
