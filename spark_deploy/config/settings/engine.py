@@ -341,4 +341,4 @@ class EngineSettings(ServiceEngineSettings):
     memory_fraction: float | None = Field(default=None, gt=0, le=0.95)
     """Fraction of memory.total_gib that the engine may use. Users report freezes above 0.82."""
     draft_vocabulary_text: str | None = Field(default=None, min_length=1, examples=["answers.txt"])
-    """Local UTF-8 text, up to 64 MiB, that resembles your answers. Hosts rank draft tokens by it."""
+    """Local UTF-8 text of up to 64 MiB, similar to your answers; hosts rank draft tokens by it."""
