@@ -330,7 +330,7 @@ def find_problem(case: Case, message: Mapping[str, Any]) -> str | None:
     for call in message["tool_calls"]:
         name, text = call["name"], call["arguments"]
         if name not in schemas:
-            return f"called {name!r}, which is not among the request's tools"
+            return f"called {name!r}, but the request has no such tool"
         try:
             arguments = json.loads(text)
         except ValueError:

@@ -10,15 +10,15 @@ from spark_deploy.bench.protocols import SEEDS
 from spark_deploy.bench.result import Answer, BenchResult, Load
 
 _SEEDS = (
-    "five prompts in sequence, greedy decoding; tokens (usage block) divided by wall time; second "
-    "run, after a warm-up run"
+    "five prompts run in sequence with greedy decoding; speed is tokens (usage block) divided by "
+    "wall time; the first of two runs is a warm-up"
 )
-_GRID = "llama-benchy {}: means over its runs, sum over all clients; counts streamed tokens"
+_GRID = "llama-benchy {} counts streamed tokens; figures are means of its runs, summed over clients"
 _LOADS = (
-    "vllm bench serve from {}, on the host: uncached random prompts, greedy decoding, fixed-length "
-    "answers; means over all requests"
+    "vllm bench serve from {} runs on the host with uncached random prompts, greedy decoding and "
+    "fixed-length answers; figures are means over all requests"
 )
-_TOOLS = "greedy requests without thinking; names, types and values of all calls must be exact"
+_TOOLS = "greedy requests without thinking; a call is correct if name, types and values are exact"
 _SEEDS_TITLE, _GRID_TITLE = "Protocol: seeds", "Protocol: llama-benchy"
 _HOST_TITLE = "Host during the benchmark"
 Rows = list[list[str]]

@@ -54,7 +54,7 @@ _MAX_FILE_BYTES = 1 << 50
 _PAGE = re.compile(r"https?://([^/]+)/([^/]+/[^/]+?)(?:/tree/([^/]+))?/?\Z")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _TASK_COMMENTS = {
-    "completion": "The model has no chat template, so it only completes texts.",
+    "completion": "The model has no chat template, so it can only continue a text.",
     "embedding": "The repository or the hub describes it as an embedding model.",
     "reranking": "The repository or the hub describes it as a model that ranks documents.",
     "classification": "The hub describes it as a text classification model.",
@@ -98,7 +98,7 @@ def add(
         "files": [str(file) for file in added.files], "model": added.model,
         "profile": added.profile, "repository": added.repository, "release": None,
         "fetched_bytes": None, "image_bytes": None, "open": added.open_questions,
-        "unproven": f"{added.repository} has not run here; the first deploy checks it",
+        "unproven": f"{added.repository} has not been tested; the first deploy checks the model",
         "chosen": [], "problems": [],
         "next": [next_command(options, "use", choice), next_command(options, "up")],
     }  # fmt: skip
@@ -117,7 +117,7 @@ def add(
             print_problem(problem)
         if not lines:
             data["next"] = []
-            note("the file has been written; edit it, then run `spark-deploy plan`")
+            note("the model file has been written; edit it, then run `spark-deploy plan`")
     if lines or options.json:
         print_result(options, data, [lines])
     return 1 if data["problems"] else 0
@@ -261,12 +261,18 @@ def make_draft(
     if task != "chat":
         draft.put("task", task, _TASK_COMMENTS[task])
     if anatomy.vision_bytes and anatomy.architecture.endswith("ForConditionalGeneration"):
-        draft.put("vision", True, "Has a vision tower; set engine.vision: true to use it.")
+        draft.put(
+            "vision", True, "The model has a vision tower; set engine.vision: true to use it."
+        )
     if isinstance(content.documents.get(CONFIG, {}).get("audio_config"), dict):
-        draft.put("audio", True, "config.json describes an audio tower; checks send two sounds.")
+        draft.put("audio", True, "config.json describes an audio tower, so checks send two sounds.")
     if any(path.startswith("model") for path in content.files):
         patterns = [form for form in _OTHER_FORMATS if fnmatch.filter(content.files, form)]
-        draft.put("leave_out", patterns, "The same weights in other formats; not downloaded.")
+        draft.put(
+            "leave_out",
+            patterns,
+            "The same weights in other formats are not downloaded.",
+        )
     if task == "chat":
         _add_parsers(draft, anatomy, families)
     draft.open_questions += _open_questions(anatomy, content)
@@ -278,13 +284,17 @@ def _add_parsers(draft: Draft, anatomy: Anatomy, families: Families) -> None:
     if family is None:
         name = anatomy.model_type or "no model_type"
         draft.open_questions.append(
-            f"parsers: unknown for {name}; tool calls and reasoning stay text"
+            f"parsers: unknown for {name}, so tool calls and reasoning stay plain text"
         )
         return
     names = {"reasoning": family.reasoning, "tool_call": family.tool_call}
     draft.put("parsers", {k: name for k, name in names.items() if name}, f"From {family.source}.")
     checks = {k: True for k in ("tool_call", "reasoning") if names[k]}
-    draft.put("check", {**checks, "conversation": True}, "In addition to the general questions.")
+    draft.put(
+        "check",
+        {**checks, "conversation": True},
+        "These checks run in addition to the general questions.",
+    )
 
 
 def detect_task(
@@ -311,14 +321,14 @@ def _about_lines(
 ) -> Iterator[str]:
     total = sum(size for size in content.files.values() if size and 0 < size < _MAX_FILE_BYTES)
     yield (
-        f"Written by `spark-deploy add` from {anatomy.repository} at {revision}, commit "
-        f"{anatomy.commit[:12]}. Not checked yet; the first deploy checks it."
+        f"Written by `spark-deploy add` from {anatomy.repository} at {revision}, "
+        f"commit {anatomy.commit[:12]}. The first deploy checks the model."
     )
     yield f"license: {card.license or 'unknown'}" + (", gated" if card.is_gated else "")
     yield (
-        f"architecture: {anatomy.architecture or 'unknown'}, weights "
-        f"{anatomy.quantization or 'not quantized'}; {total / 1e9:.1f} GB of files, "
-        f"{anatomy.weights_bytes / 1e9:.1f} GB of weights always loaded, "
+        f"architecture: {anatomy.architecture or 'unknown'}; "
+        f"quantization: {anatomy.quantization or 'none'}; {total / 1e9:.1f} GB of files: "
+        f"{anatomy.weights_bytes / 1e9:.1f} GB of weights that are always loaded, "
         f"{anatomy.vision_bytes / 1e9:.1f} GB for vision or audio, "
         f"{anatomy.drafter_bytes / 1e9:.1f} GB for a built-in drafter"
     )
@@ -328,7 +338,7 @@ def _about_lines(
     sampling = [f"{key} {config[key]}" for key in _SAMPLING if _is_plausible(config.get(key))]
     if sampling:
         defaults = ", ".join(sampling)
-        yield f"sampling defaults, recommended by the publisher and used by the engine: {defaults}"
+        yield f"the engine uses the publisher's sampling defaults: {defaults}"
 
 
 def _is_plausible(value: object) -> bool:
@@ -338,13 +348,13 @@ def _is_plausible(value: object) -> bool:
 def _open_questions(anatomy: Anatomy, content: RepositoryDescription) -> Iterator[str]:
     if anatomy.cache_unknown:
         yield (
-            f"KV cache size per token: {anatomy.cache_unknown}; set engine.kv_cache_gib to limit "
-            "the cache"
+            f"KV cache size per token: {anatomy.cache_unknown}; "
+            "set engine.kv_cache_gib to limit the cache"
         )
     if anatomy.drafter_bytes:
-        yield "speculation: the model has a built-in drafter; measure how many drafts are fastest"
+        yield "speculation: the model has a built-in drafter; measure the fastest number of drafts"
     if content.documents.get(CONFIG, {}).get("auto_map"):
         yield (
-            "config.json refers to custom code, which is not downloaded; the engine uses its own "
-            "class"
+            "config.json refers to custom code, which is not downloaded; "
+            "the engine uses its own class"
         )

@@ -74,7 +74,7 @@ def _numbers_option(name: str, minimum: int, text: str) -> Callable[..., Any]:
     multiple=True,
     help="Run only this protocol; repeatable.",
 )
-@click.option("--tools", is_flag=True, help="Same as --protocol tools: score 20 tool calls.")
+@click.option("--tools", is_flag=True, help="Score 20 tool calls; same as --protocol tools.")
 @service_option("Use this service instead of the main one.")
 @click.option("--compare", metavar="FILE", type=FILE, multiple=True, help="Compare result files.")
 @_numbers_option("--depths", 0, "Context depths of llama-benchy.")
@@ -142,14 +142,14 @@ def run_ladder(
     stages = ", ".join(str(step.profile) for step in steps)
     changes.confirm(
         options,
-        f"{', '.join(names)}: serve {stages} one after another, then your settings again? "
+        f"{', '.join(names)}: serve {stages} one after another, then restore your settings? "
         "Clients get 503 during each change.",
     )
     results: list[BenchResult] = []
     try:
         for step in steps:
             if code := _deploy(step, names):
-                note(f"could not deploy {step.profile}; stopping --ladder")
+                note(f"stopping --ladder, because {step.profile} could not be deployed")
                 return code, results
             results += [measure_host(target) for target in select_hosts(step)]
     finally:
@@ -240,7 +240,7 @@ def _submit(target: Target, release: Release, result: BenchResult, files: Path, 
         try:
             plans = build_plan(target).served
             served = next((plan for plan in plans if plan.release.name == release.name), None)
-            reason = "The release differs from the settings."
+            reason = "The running release differs from the settings."
         except SparkError as error:
             reason = error.problems[0].line
     if served is None:
@@ -251,7 +251,7 @@ def _submit(target: Target, release: Release, result: BenchResult, files: Path, 
     figures = json.loads(raw.read_text()) if result.cells else None
     folder = files.with_name(f"{files.name}.submission")
     write_submission(folder, result, release, origin, figures)
-    note(f"written: {folder}, for Spark Arena and NVIDIA; not sent")
+    note(f"written: {folder}; you can send it to Spark Arena and NVIDIA")
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,7 @@ def dry_run(
 
 
 def note_no_changes(argv: Sequence[str] = ()) -> None:
-    note("no changes made; to list every step, run this command:" if argv else "no changes made")
+    note("no changes made; run this command to list every step:" if argv else "no changes made")
     if argv:
         print_command(argv)
 
@@ -165,14 +165,14 @@ def fabric(options: Options, restore: bool, measure: bool) -> int:
 _QUESTIONS = {
     "stop": "Stop serving? Clients get 503 until you run start.",
     "start": "Start the last proven releases?",
-    "fabric": "Change the network configuration of the ports between them? (--dry shows the file)",
-    "measure": "Send up to 1 GB over each port to the next host while they serve requests?",
+    "fabric": "Change the network configuration between these hosts? (--dry prints the file)",
+    "measure": "Send up to 1 GB over each port to the next host while the hosts serve requests?",
     "rollback": "Return to the previous release?",
-    "prune": "Remove files and images that no kept release needs? (--dry lists each item)",
-    "requantize": "Quantize for hours with all of the host's memory?",
+    "prune": "Remove files and images that releases no longer need? (--dry lists each item)",
+    "requantize": "Quantize the model? (takes hours and all of the host's memory)",
     "rotate-key": "Create a new API key and reject the old one at once?",
     "uninstall": "Uninstall? (--dry lists removed and kept files)",
-    "access": "Uninstall, then revoke this machine's access? (--dry lists both)",
+    "access": "Uninstall, then remove this machine's access? (--dry lists removed and kept files)",
 }
 
 
@@ -302,7 +302,7 @@ def stop(options: Options, service: str | None, period: str | None) -> int:
     if period is not None:
         number, unit = period[:-1], period[-1:]
         if not number.isdecimal() or not int(number) or unit not in _UNIT_SECONDS:
-            problem = f"invalid period {period!r}, expected a number with m, h or d"
+            problem = f"invalid period {period!r}, expected a number and m, h or d"
             raise SparkError.one("--for", problem, "add a valid period, for example `--for 90m`")
         arguments += ["--for", str(int(number) * _UNIT_SECONDS[unit])]
     return _run_tool(options, "stop", arguments, service)
@@ -361,7 +361,7 @@ def _require_all_members(options: Options, command: str, hosts: list[Target]) ->
     for host in hosts:
         members = host.settings.cluster.hosts
         if missing := [name for name in members if name not in names]:
-            problem = f"is in a cluster with {', '.join(missing)}, which you did not select"
+            problem = f"is in a cluster with {', '.join(missing)}, which must be selected too"
             fix = f"run `{next_command(options, command, *members)}`"
             raise SparkError.one(host.name, problem, fix)
 

@@ -45,7 +45,7 @@ def connection_lines(server: Connection) -> Iterator[str]:
     yield f"  API key    {server.key_path} on the host"
     yield f"  read key   {server.read_key}"
     if server.ca:
-        yield f"  CA         {server.ca} on this machine, created by the first deploy; for clients:"
+        yield f"  CA         {server.ca} here, created by the first deploy; for clients:"
         yield f"             curl --cacert {server.ca}; Python: SSL_CERT_FILE={server.ca}"
     if server.tunnel:
         yield f"  tunnel     {server.tunnel}"
@@ -158,7 +158,7 @@ CLIENTS: dict[str, tuple[str, Callable[[Connection], Iterator[str]]]] = {
         _render_openwebui,
     ),
     "opencode": (
-        "save as opencode.json; export the key with `--for env` before starting opencode",
+        "save as opencode.json; export the key with `--for env` before you start opencode",
         _render_opencode,
     ),
     "claude": ('eval "$(THIS)"; claude', _render_claude),
@@ -218,14 +218,14 @@ def _render_vllm_router(servers: Servers) -> Iterator[str]:
 ROUTERS: dict[str, tuple[str, Callable[[Servers], Iterator[str]]]] = {
     "litellm": (
         # The tested versions: LiteLLM 1.107.0 is listed as compromised.
-        "save as litellm.yaml, run the exports in its comments, "
-        "pip install 'litellm[proxy]==1.108.7', then: "
-        "litellm --host 127.0.0.1 --port 4000 --config litellm.yaml",
+        "save as litellm.yaml, run the export lines in its comments, "
+        "run pip install 'litellm[proxy]==1.108.7', "
+        "then run litellm --host 127.0.0.1 --port 4000 --config litellm.yaml",
         _render_litellm,
     ),
     "vllm-router": (
-        "pip install vllm-router==0.1.17, then run the line; the router forwards the client's "
-        "key, so set serve.api_key to the same key on all hosts",
+        "run pip install vllm-router==0.1.17, then run this line; "
+        "set the same serve.api_key on all hosts, because the router forwards the client's key",
         _render_vllm_router,
     ),
 }

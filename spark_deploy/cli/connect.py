@@ -78,7 +78,7 @@ def hosts_for_clients(hosts: list[Target], options: Options, service: str | None
     answering = [host for host in hosts if _head_name(host) == host.name]
     if not answering:
         head = _head_name(hosts[0])
-        problem = f"is a cluster worker; its head {head} answers clients"
+        problem = f"is a worker of a cluster; only the head {head} answers clients"
         fix = f"run `{next_command(options, 'connect', head)}`"
         raise SparkError.one(hosts[0].name, problem, fix)
     return answering
@@ -269,7 +269,7 @@ def _hold_tunnels(servers: Sequence[Connection]) -> None:
                     problem = (
                         f"tunnel ended with exit code {process.returncode}: {one_line(output)}"
                     )
-                    fix = "stop the program that uses the port, then run the command again"
+                    fix = "stop the program that uses this port, then run the command again"
                     raise SparkError.one(name, problem, fix)
 
 
@@ -290,7 +290,7 @@ def ask(options: Options, question: str, service: str | None, tokens: int) -> in
         if (task := make_connection(target, service=service).task) != "chat":
             command = next_command(options, "connect", target.name)
             fix = f"run `{command}` and send the request that it prints"
-            raise SparkError.one(target.name, f"the model is for {task}, not for chat", fix)
+            raise SparkError.one(target.name, f"the model is a {task} model, not a chat model", fix)
         if len(hosts) > 1 and not options.json:
             print(f"{target.name}:")
         results.append(ask_host(target, question, service, tokens, print_answer=not options.json))
@@ -313,7 +313,7 @@ def ask_host(
         nonlocal reasoning_seen
         if is_reasoning:
             if print_answer and not reasoning_seen:
-                note("the model reasons before it answers ...")
+                note("the model is reasoning before its answer ...")
             reasoning_seen = True
             return
         # Models put empty lines between reasoning and answer.

@@ -65,10 +65,12 @@ def _report(options: Options, hosts: Sequence[Target], out: Path | None) -> int:
     for entry in reports:
         states = [answer.state for answer in entry.answers]
         counts = ", ".join(f"{states.count(state)} {state}" for state in ("yes", "no", "open"))
-        stubs = "; stand-ins of the virtual lab, not a Spark" * bool(entry.stand_ins)
-        lines.append(f"{entry.name}: {counts} of {len(states)} questions{stubs}")
+        stubs = "; the host is no Spark, but uses stand-ins of the virtual lab" * bool(
+            entry.stand_ins
+        )
+        lines.append(f"{entry.name}: {len(states)} questions, {counts}{stubs}")
     print_result(options, result, [lines])
-    note(f"{path}: read the report before you send it")
+    note(f"{path}: written; read the report before you send it")
     return 0 if len(reports) == len(hosts) else 1
 
 
@@ -127,7 +129,7 @@ def verdict_lines(verdict: dict[str, Any]) -> Iterator[str]:
         return
     count, stopped = len(verdict["problems"]), verdict["stopped"]
     leaves = f", and leave {' and '.join(stopped)} stopped" if stopped else ""
-    result = f"would reject it for {count} reason{'s' if count > 1 else ''}"
+    result = f"would reject this host for {count} reason{'s' if count > 1 else ''}"
     yield f"{verdict['host']}: a deploy {result if count else f'would proceed{leaves}'}"
     for text in stopped.values():
         yield f"  stopped   {text}"
@@ -150,14 +152,14 @@ def _survey_rows(survey: Survey, needs: PreflightPlan) -> Iterator[tuple[str, st
     yield "gpu", f"{names}, driver {gpu.driver_version or 'does not respond'}"
     available, total = gib(memory.available_bytes), gib(memory.total_bytes)
     needed = gib(needs.memory_needed_bytes)
-    yield "memory", f"{available} of {total} available, the engine needs {needed}"
+    yield "memory", f"{available} of {total} are available; the engine needs {needed}"
     if memory.blocks is not None:
         yield "blocks", str(memory.blocks)
     if memory.driver_failures:
         yield (
             "driver",
-            f"{memory.driver_failures} failed memory allocations since boot "
-            "(NV_ERR_NO_MEMORY); if an engine fails to start, reboot the host",
+            f"{memory.driver_failures} memory allocations failed since boot (NV_ERR_NO_MEMORY); "
+            "if an engine fails to start, reboot the host",
         )
     yield "serving", ", ".join(survey.serving) or "no managed service"
     if containers := competing_containers(survey.containers):
@@ -193,4 +195,4 @@ def describe_reuse(reuse: Reuse) -> str:
     part, whole = format_size(reuse.found_bytes), format_size(reuse.whole_bytes)
     if part.split()[1] == whole.split()[1]:
         part = part.split()[0]
-    return f"will reuse {part} of {whole}{where} without downloading or moving it"
+    return f"will reuse {part} of {whole}{where}; these files are not downloaded or moved"

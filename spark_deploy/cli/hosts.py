@@ -108,7 +108,7 @@ def inventory_path(options: Options) -> Path:
     for path in (default, *filter(_is_trusted, in_parents)):
         if path.is_file():
             return path
-    fix = "change to the folder of `spark-deploy init`, or add --inventory DIR"
+    fix = "change to the folder that `spark-deploy init` created, or add --inventory DIR"
     raise SettingsError.one(str(default), "not found in this directory or its parents", fix)
 
 
@@ -129,7 +129,7 @@ def build_plan(host: Target, *, estimate: bool = False) -> HostPlan:
     if missing.names and estimate:
         lock = with_estimates(lock, settings, catalog)
     elif missing.names:
-        note("names not locked yet; querying the hub (`spark-deploy update --missing` locks them):")
+        note("querying the hub for unlocked names (`spark-deploy update --missing` locks them):")
         lock = resolve(lock, missing, settings, catalog.engines.engines, note)
     if not estimate:
         lock = host.locks[path] = read_headers(settings, catalog, lock, note)
@@ -232,7 +232,9 @@ def query(
                 value = read(host, target)
             except (PyinfraError, OSError) as error:
                 return Answer(target, None, f"query failed: {_explain_failure(host, state, error)}")
-        return Answer(target, value, "" if value is not None else "sent no readable answer")
+        return Answer(
+            target, value, "" if value is not None else "the host sent no readable answer"
+        )
 
     with ctx_state.use(state):
         tasks = [gevent.spawn(query_host, *both) for both in zip(inventory, hosts, strict=True)]
@@ -265,10 +267,11 @@ def _explain_failure(host: Host, state: State, error: Exception) -> str:
     if host not in state.failed_hosts:
         return str(error)
     if not host.data.get("_sudo"):
-        return f"a read-only command failed on the host, or ran longer than {_FACT_TIMEOUT_S} s"
+        return f"a query on the host failed or ran longer than {_FACT_TIMEOUT_S} s"
     return (
-        f"a command failed on the host or ran longer than {_FACT_TIMEOUT_S} s, or sudo is missing "
-        "or requires a password; fix: run `deploys/bootstrap.py`, or set `ssh.user: root`"
+        f"a command failed or ran longer than {_FACT_TIMEOUT_S} s, "
+        "or sudo is missing or requires a password; "
+        "fix: run `deploys/bootstrap.py`, or set `ssh.user: root`"
     )
 
 

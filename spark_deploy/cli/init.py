@@ -60,7 +60,7 @@ SETTINGS_TEXT = """\
 model: MODEL
 profile: PROFILE  # OTHERS
 
-# Prepare another model or profile, so that switching to it needs no download or build:
+# Prepare another model or profile, so that a later switch needs no download or build:
 # keep_ready:
 #   - {model: MODEL, profile: ANOTHER}
 
@@ -136,7 +136,10 @@ def _reject_other_hosts(file: Path, lines: Sequence[str]) -> None:
     present = read_hosts(file).hosts
     missing = [line.strip() for line in lines if not yaml.safe_load(line).keys() <= present.keys()]
     if missing:
-        problem, fix = "exists; init does not change it", f"add to the file: {'; '.join(missing)}"
+        problem, fix = (
+            "exists, and init does not change the file",
+            f"add to the file: {'; '.join(missing)}",
+        )
         raise SparkError.one(str(file), problem, fix)
     different = []
     for line in lines:
@@ -144,7 +147,7 @@ def _reject_other_hosts(file: Path, lines: Sequence[str]) -> None:
         for field, value in (given or {}).items():
             if (current := getattr(present[name], field, None)) != str(value):
                 where = f"{file}: {name}.{field}"
-                message = f"is {current or 'not set'}; init does not change it"
+                message = f"is {current or 'not set'}, and init does not change the value"
                 different.append(Problem(where, message, f"change the line to: {line.strip()}"))
     if different:
         raise SparkError(different)
@@ -162,8 +165,12 @@ def _default_hosts(folder: Path, local: bool) -> list[str]:
         return _host_lines([LOCAL], None)
     if not sys.stdin.isatty():
         fix = "run `spark-deploy init DIR --host spark-1=192.168.1.21 --user nvidia`"
-        raise SparkError.one("hosts", "no host given and no terminal to ask in", fix)
-    if is_spark and click.confirm("This machine is a Spark. Serve on it?", default=True, err=True):
+        raise SparkError.one(
+            "hosts", "no host was given, and there is no terminal to ask for it", fix
+        )
+    if is_spark and click.confirm(
+        "This machine is a Spark. Serve models on it?", default=True, err=True
+    ):
         return _host_lines([LOCAL], None)
     names = click.prompt("Names or addresses of your Sparks, separated by spaces", err=True)
     user = click.prompt(
@@ -220,6 +227,6 @@ def _lock(folder: Path) -> str | None:
         update.lock_names(Options(inventory=str(folder / INVENTORY)), only_missing=True)
     except SparkError as error:
         problem = error.problems[0].what
-        note(f"names not locked yet: {problem}; `spark-deploy up` will lock them")
+        note(f"the lock file is incomplete: {problem}; `spark-deploy up` will complete it")
         return problem
     return None

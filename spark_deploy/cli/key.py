@@ -59,7 +59,7 @@ def _add(options: Options, name: str, limits: dict[str, int]) -> int:
         return 0
     confirm(options, f"{', '.join(host.name for host in selected)}: accept a new key {name}?")
     write(dry=False)
-    note(f"API key for {name}; it will not be shown again:")
+    note(f"API key for {name} (this command prints it only once):")
     print_result(options, {"name": name, "key": token}, [[token]])
     return _apply(options)
 
@@ -72,7 +72,7 @@ def _revoke(options: Options, name: str) -> int:
     if not (files := remove_entry(root, _KEYS, name, dry=True)):
         key_names = sorted({key for host in hosts for key in host.settings.serve.keys})
         fix = f"choose from: {', '.join(key_names)}" if key_names else "run `spark-deploy key list`"
-        raise SparkError.one(f"key revoke {name}", "no settings file has this key", fix)
+        raise SparkError.one(f"key revoke {name}", "no settings file contains this key", fix)
     for file in files:
         note(f"{file}: will remove {_KEYS}.{name}")
     if options.dry:

@@ -78,8 +78,8 @@ def models(options: Options, search: Sequence[str], shows_all: bool) -> int:
         print_result(options, listed, [_details(listed[0])])
     else:
         print_result(options, listed, [_rows(listed)])
-        note("tok/s: computed for one request at a time on one Spark, for models that we build")
-        note("-: unknown until you run `spark-deploy use NAME`, then `update` or `up`")
+        note("tok/s: computed for one request on one Spark, only for models that we build")
+        note("-: unknown; run `spark-deploy use NAME`, then `update` or `up`")
         note("for details, run `spark-deploy models NAME`; to serve it, `spark-deploy use NAME`")
     return 0
 
@@ -278,7 +278,7 @@ def write_files(root: Path, texts: Mapping[tuple[str, str], str], *, force: bool
     for (kind, name), path in paths.items():
         shipped = catalog_files(kind).get(name)
         if shipped is not None and shipped != path:
-            note(f"{name}: the new file replaces the shipped file in {kind}")
+            note(f"{name}: the new file replaces the shipped {kind} file")
         note(f"{path}: written")
     return list(paths.values())
 

@@ -29,7 +29,7 @@ ONE_STREAM = "one_stream_tokens_per_s"
 @click.option(
     "--estimate", is_flag=True, help="Work offline, with sizes computed from the architecture."
 )
-@click.option("--on-host", is_flag=True, help="Show downloads that hosts already have.")
+@click.option("--on-host", is_flag=True, help="Print the downloads that hosts already have.")
 @click.option("-v", "--verbose", is_flag=True, help="Show files, unit and engine arguments.")
 @shared_options(plans=True)
 def plan(options: Options, estimate: bool, on_host: bool) -> int:
@@ -96,7 +96,7 @@ def read_measured_speeds(root: Path, catalog: Catalog) -> Iterator[MeasuredSpeed
         try:
             hosts = read_report(path).hosts
         except (OSError, SparkError) as error:
-            note(f"{path}: not used to calibrate the computed speed: {error}")
+            note(f"ignoring {path} for the computed speed: {error}")
             continue
         for host in hosts:
             yield from _measured_speeds(path.name, host, catalog)

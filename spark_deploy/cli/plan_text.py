@@ -99,7 +99,9 @@ def summary_lines(plan: HostPlan, profile: Profile, peer: str) -> Iterator[str]:
         yield row("UNPROVEN", f"profile {profile.name} has not been tested end to end")
     requested, used = profile.limits.memory_fraction, plan.memory.memory_fraction
     if used < requested and not profile.kv_cache.size_bytes:
-        yield row("", f"memory share lowered from {requested:g} to {used:g}; the rest is reserved")
+        yield row(
+            "", f"memory share lowered from {requested:g} to {used:g} to keep the reserve free"
+        )
     if not plan.release.check.portable:
         repeats = "repeated when the engine's base image or the driver changes"
         yield row("start", f"{COMPILING}; {repeats}")
@@ -169,15 +171,15 @@ def plan_lines(
             donor = f" and {format_size(donor_bytes)} of FP8 tensors" if donor_bytes else ""
             yield row(
                 "",
-                "removed after the release with the built checkpoint passes its check; a rebuild "
-                f"downloads {format_size(plan.checkpoint.base.size_bytes)}{donor} again",
+                "removed after a release with the built checkpoint has passed its check; "
+                f"a rebuild downloads {format_size(plan.checkpoint.base.size_bytes)}{donor} again",
             )
     if base := plan.requantized:
         yield row(
             "",
-            f"quantized on the host to {format_size(base.size_bytes)} in {base.dir}: AutoRound, "
-            f"{base.build.iters} steps, about {gib(base.build.memory_bytes)} of memory; "
-            "run `spark-deploy add --requantize`",
+            "run `spark-deploy add --requantize`, which quantizes the model on the host "
+            f"to {format_size(base.size_bytes)} in {base.dir} with AutoRound "
+            f"({base.build.iters} steps, about {gib(base.build.memory_bytes)} of memory)",
         )
     yield from _checkpoint_lines(plan.checkpoint)
     layer = "with our plugin layer" if plan.image.plugin else "unchanged"
@@ -196,7 +198,7 @@ def plan_lines(
         for number, member in enumerate(cluster.members):
             yield row("" if number else "cluster", f"{member.host}: {shlex.join(member.argv)}")
         yield row("", f"{cluster.head.host} answers clients; the workers only compute")
-        yield row("", "the deploy reads the members' addresses, which changes the release name")
+        yield row("", "the release name changes when the deploy reads the members' addresses")
     unit = plan_document(plan)["unit"]
     yield row("unit", f"{unit['name']} with {unit['drop_in']}:")
     yield row("", "; ".join(line for line in unit["lines"] if not line.startswith("[")))
@@ -267,9 +269,9 @@ def _memory_lines(plan: HostPlan, profile: Profile) -> Iterator[str]:
     yield row(
         "",
         f"free: {gib(memory.reserve_bytes)} for the system and other programs "
-        f"(memory.reserve_gib), {gib(memory.free_bytes - memory.reserve_bytes)} for startup peaks "
-        "and the file cache; the watchdog stops the engine if less than "
-        f"{gib(memory.floor_bytes)} is free",
+        f"(memory.reserve_gib), {gib(memory.free_bytes - memory.reserve_bytes)} "
+        "for startup peaks and the file cache; "
+        f"the watchdog stops the engine if less than {gib(memory.floor_bytes)} is free",
     )
     if profile.ngram_table == "file":
         cached = f"{gib(NGRAM_CACHE_BYTES)} of cached n-gram table rows"
@@ -277,7 +279,7 @@ def _memory_lines(plan: HostPlan, profile: Profile) -> Iterator[str]:
     elif profile.ngram_table:
         yield row("", f"weights include the n-gram table ({profile.ngram_table})")
     for text in memory.unknown:
-        yield row("", f"UNKNOWN: {text}; the engine reports the value at its first start")
+        yield row("", f"UNKNOWN: {text}; the engine reports this value at the first start")
     if memory.measured_by:
         yield row("", f"KV cache size per token measured by {memory.measured_by}")
     context = plan.release.check.max_model_len
@@ -285,12 +287,13 @@ def _memory_lines(plan: HostPlan, profile: Profile) -> Iterator[str]:
         return
     yield row(
         "",
-        f"KV cache: {memory.kv_tokens:,} tokens for {profile.limits.max_sequences} concurrent "
-        f"requests; the engine reports {memory.counted_tokens(context):,} tokens, enough for "
-        f"{memory.full_context_users:.1f} requests of {context:,}",
+        f"KV cache: {memory.kv_tokens:,} tokens "
+        f"for {profile.limits.max_sequences} concurrent requests; "
+        f"the engine reports {memory.counted_tokens(context):,} tokens, "
+        f"enough for {memory.full_context_users:.1f} requests of {context:,} tokens",
     )
     if profile.engine_mode != "native":
-        yield row("", "portable engines have larger cache blocks and report fewer tokens")
+        yield row("", "portable engines use larger cache blocks, so they report fewer tokens")
 
 
 def speed_lines(
@@ -323,8 +326,8 @@ def speed_lines(
     shares = ", ".join(f"{name} {seconds / single.step_s:.0%}" for name, seconds in largest)
     yield row(
         "",
-        f"a step takes {single.step_s * 1000:.0f} ms and yields {single.tokens_per_step:.2f} "
-        f"tokens: {shares}",
+        f"a step takes {single.step_s * 1000:.0f} ms "
+        f"and yields {single.tokens_per_step:.2f} tokens: {shares}",
     )
     speedup = best_speedup(model, profile)
     text = "no other setting is at least 1 % faster"
@@ -339,8 +342,9 @@ def _first_token_text(plan: HostPlan, model: Architecture, profile: Profile) -> 
     turn_s = next_turn_s(model, profile, plan.memory.block_tokens, session, _TURN_TOKENS)
     caching = "with" if profile.prefix_caching else "without"
     return (
-        f"{new_s:.0f} s for a {session:,}-token prompt, {turn_s:.0f} s for the next "
-        f"{_TURN_TOKENS:,}-token turn ({caching} prefix caching; computed)"
+        f"{new_s:.0f} s for a {session:,}-token prompt, "
+        f"{turn_s:.0f} s for the next turn of {_TURN_TOKENS:,} tokens "
+        f"({caching} prefix caching; computed)"
     )
 
 
@@ -368,8 +372,9 @@ def _disk_lines(plan: HostPlan) -> Iterator[str]:
     peak_bytes, after_bytes = disk_total(plan.disk)
     yield row(
         "",
-        f"{format_size(after_bytes):>9}, {format_size(peak_bytes)} at peak, in total on an empty "
-        "host; `spark-deploy doctor` checks free space per filesystem",
+        f"{format_size(after_bytes):>9} in total on an empty host, "
+        f"{format_size(peak_bytes)} at peak; "
+        "`spark-deploy doctor` checks the free space of each filesystem",
     )
 
 
@@ -385,5 +390,5 @@ def _serving_lines(release: Release, gateway: GatewayPlan) -> Iterator[str]:
     if check.prefix:
         parts.append("prefix caching in a growing conversation")
     if check.portable:
-        parts.append("PORTABLE MODE: every layer dequantized, not valid for a Spark")
+        parts.append("PORTABLE MODE: every layer is dequantized; results are not valid for a Spark")
     yield row("check", ", ".join(parts))

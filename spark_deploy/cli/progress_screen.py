@@ -233,7 +233,7 @@ def watch(run: Callable[[Watcher], int], hosts: Sequence[str], log: Path, consol
                 code = run(watcher)
             except (KeyboardInterrupt, SystemExit):
                 watcher.screen.print(
-                    "interrupted: work on hosts continues; run the same command to attach to it"
+                    "interrupted: work on hosts continues; run the same command again to follow it"
                 )
                 code = INTERRUPTED
     for text in summary(watcher.transcript, code, watcher.now_s()):

@@ -74,7 +74,7 @@ def draft_from_recipe(data: Mapping[str, Any], source: str, engine: Engine | Non
                 f"parsers.{kind} {parser}: your engine does not have this parser"
             )
     if (gpus := max(recipe.nodes, arguments.devices)) > 1:
-        problem = f"requires {gpus} GPUs, but an imported model runs on one Spark with one GPU"
+        problem = f"requires {gpus} GPUs, but imported models run on a single Spark with one GPU"
         raise CatalogError.one(source, problem, "use a recipe for one Spark")
     draft = Draft(recipe.repository, recipe.revision)
     draft.about = [
@@ -111,7 +111,7 @@ def _parse(data: Mapping[str, Any], source: str) -> Recipe:
         return _parse_vllm_project(data)
     if "model" in data and ("command" in data or "defaults" in data):
         return _parse_sparkrun(data, source)
-    kinds = "sparkrun 2, spark-vllm-docker 1, NVIDIA's recipe.yaml or vllm-project/recipes"
+    kinds = "a recipe of sparkrun 2, spark-vllm-docker 1, NVIDIA or vllm-project/recipes"
     raise CatalogError.one(source, "unsupported recipe format", f"use {kinds}")
 
 
@@ -125,7 +125,7 @@ def _parse_sparkrun(data: Mapping[str, Any], source: str) -> Recipe:
             raise CatalogError.one(source, "the command is too long", "use another recipe")
         command = re.sub(r"\{(\w+)\}", lambda match: texts.get(match[1], match[0]), template)
         args, exported, unused = _split_serve_command(command)
-        unused += [f"defaults.{name}: does not appear in the command" for name in defaults
+        unused += [f"defaults.{name}: the command does not use it" for name in defaults
                    if f"{{{name}}}" not in template]  # fmt: skip
     else:
         args, exported, unused = [], {}, []
@@ -156,7 +156,7 @@ def _parse_nvidia(data: Mapping[str, Any]) -> Recipe:
     unused += _unused_keys(data, _NVIDIA_KEYS)
     draft = checkpoint.get("draft_label")
     if draft and str(draft) not in command:
-        unused.append(f"checkpoint.draft {draft}: does not appear in the command")
+        unused.append(f"checkpoint.draft {draft}: the command does not use it")
     backend = data.get("backend") or "vllm"
     return Recipe(
         kind="a recipe.yaml from NVIDIA/local-ai-inference-recipes",
@@ -166,7 +166,8 @@ def _parse_nvidia(data: Mapping[str, Any]) -> Recipe:
         summary=str(data.get("title") or ""),
         nodes=_positive_int(_mapping(data.get("topology")).get("node_count"), 1),
         unused=unused,
-        open_questions=[f"written for {backend}; vLLM serves it here"] * (backend != "vllm"),
+        open_questions=[f"the recipe is written for {backend}, but vLLM serves the model here"]
+        * (backend != "vllm"),
     )
 
 
@@ -185,7 +186,7 @@ def _parse_vllm_project(data: Mapping[str, Any]) -> Recipe:
     unused = []
     for feature, content in features.items():
         if feature in opt_in:
-            unused.append(f"features.{feature}: the feature is opt-in")
+            unused.append(f"features.{feature}: the recipe does not enable this feature by default")
         elif feature in ("tool_calling", "reasoning"):
             args += _string_list(_mapping(content).get("args"))
         else:
@@ -210,7 +211,7 @@ def _parse_vllm_project(data: Mapping[str, Any]) -> Recipe:
     if version := model.get("min_vllm_version"):
         recipe.open_questions.append(f"requires vLLM {str(version)[:20]} or later")
     if _mapping(meta.get("hardware")).get(_SPARK) != "verified":
-        recipe.open_questions.append("not marked as verified on a DGX Spark")
+        recipe.open_questions.append("the recipe is not marked as verified on a DGX Spark")
     return recipe
 
 

@@ -118,15 +118,15 @@ def _notes(data: HostData, service: str) -> Iterator[str]:
     if not data.status.installed:
         yield "the host tools are not installed"
     elif data.evidence is None:
-        yield "the host tools have another version: run `spark-deploy up`, then report again"
+        yield "the host tools have another version; run `spark-deploy up`, then report again"
     services = status.services if status else {}
     others = [name for name, state in services.items() if name != service and state.active]
     if others:
         yield f"{len(others)} more services are running; this report excludes them"
     if data.survey.user:
-        yield "read without root, because sudo requires a password"
+        yield "the report was made without root, because sudo requires a password"
     if status and status.versions_unknown:
-        yield f"version unknown because of a timeout: {', '.join(status.versions_unknown)}"
+        yield f"a timeout hid the versions of {', '.join(status.versions_unknown)}"
 
 
 def _serving(
@@ -223,7 +223,7 @@ def _deployment_answers(host: HostReport, serving: Serving) -> Iterator[Verdict]
     text = "queried as `@local`" if host.local else "not queried as `@local`"
     yield "local", proven if host.local else None, text
     count = host.unmanaged_containers
-    text = f"next to {count} unmanaged containers" if count else "no unmanaged containers"
+    text = f"{count} unmanaged containers also run" if count else "no unmanaged containers"
     yield "neighbours", proven if count else None, text
     times = ", ".join(f"{name} {s:.0f} s" for name, s in engine.rollout_times_s.items())
     state = engine.rollout_state
@@ -254,7 +254,7 @@ def _check_answers(serving: Serving) -> Iterator[Verdict]:
     acceptance, engine = checks.get(names.ACCEPTANCE), serving.engine
     if engine.drafted_tokens:
         share = (engine.accepted_tokens or 0) / engine.drafted_tokens
-        text = f"{share:.1%} of {engine.drafted_tokens:,} drafted tokens since the start"
+        text = f"{share:.1%} of {engine.drafted_tokens:,} drafted tokens accepted since the start"
         yield "acceptance", acceptance.ok if acceptance else True, text
     elif acceptance:
         yield "acceptance", acceptance.ok, acceptance.detail
@@ -291,10 +291,10 @@ def _engine_answers(serving: Serving) -> Iterator[Verdict]:
     yield "memory-left", memory.lowest_bytes >= memory.floor_bytes if memory else None, text
     counted, planned = engine.kv_cache_tokens, serving.planned_kv_cache_tokens
     if counted is None or not planned:
-        text = f"counted {counted or 'nothing'}, planned {planned or 'nothing'}"
+        text = f"tokens counted: {counted or 'none'}, planned: {planned or 'none'}"
         yield "kv-cache", None, text
     else:
-        text = f"{counted:,} tokens, planned {planned:,} ({counted / planned - 1:+.0%})"
+        text = f"{counted:,} tokens counted, {planned:,} planned ({counted / planned - 1:+.0%})"
         yield "kv-cache", counted >= planned * _AS_PLANNED, text
     text = ", ".join(f"{name} {value:.4g}" for name, value in serving.speed.items())
     yield "speed", True if text else None, text or "not measured"

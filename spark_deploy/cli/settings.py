@@ -272,7 +272,7 @@ def settings(options: Options, key: str | None) -> int:
         if not defaults:
             parts = {part for name in values for part in name.split(".")}
             fix = suggest(key, [*values, *parts], "run `spark-deploy settings` to list all")
-            raise SparkError.one(f"settings {key}", "no setting contains this in its name", fix)
+            raise SparkError.one(f"settings {key}", "no setting name contains this text", fix)
         text = "\n".join([*_matching_lines(text, key), *_changed_values(options, key, values)])
     print(json.dumps(defaults, indent=1) if options.json else text)
     return 0

@@ -291,7 +291,7 @@ def _open_questions(shared: Shared, host: Target) -> Iterator[str]:
     images = {image_name(image) for image in settings.images.values()}
     for reference, digest in shared.images.items():
         if reference not in images:
-            yield f"was served with image {reference}@{digest[:19]}; your settings use another"
+            yield f"the author used another image: {reference}@{digest[:19]}"
     token = read_hub_token(settings.hub)
     for repo, source in shared.sources.items():
         try:
@@ -300,7 +300,7 @@ def _open_questions(shared: Shared, host: Target) -> Iterator[str]:
             yield error.problems[0].line
             continue
         if now != source.commit:
-            yield f"{repo}: {source.revision} is now {now[:12]}; the file has {source.commit[:12]}"
+            yield f"{repo}: {source.revision} is now {now[:12]}, in the file {source.commit[:12]}"
     proof = shared.proof
     if proof is None:
         yield "the file contains no check result"
@@ -308,6 +308,6 @@ def _open_questions(shared: Shared, host: Target) -> Iterator[str]:
     checks = f"{sum(proof.checks.values())} of {len(proof.checks)} passed"
     portable = ", PORTABLE MODE" if proof.portable else ""
     yield (
-        f"checked by the author: {proof.level} check of {proof.checked_at}, {checks} with engine "
-        f"{proof.engine or 'unknown'}{portable}"
+        f"checked by the author: {proof.level} check of {proof.checked_at}, "
+        f"{checks} with engine {proof.engine or 'unknown'}{portable}"
     )

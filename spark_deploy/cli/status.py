@@ -101,7 +101,9 @@ def _resource_lines(answer: Answer[UninstallManifest]) -> Iterator[str]:
         return
     total = gigabytes(sum(thing.size_bytes for thing in resources.items))
     baseline = f"at {resources.baseline_at}" if resources.baseline_at else "never"
-    summary = f"{len(resources.items)} resources, {total}; baseline recorded: {baseline}"
+    summary = (
+        f"{len(resources.items)} resources, {total}; state before the first deploy: {baseline}"
+    )
     yield f"{name}: {summary if resources.items else 'no managed resources'}"
     for thing in resources.items:
         size = gigabytes(thing.size_bytes) if thing.size_bytes else ""
@@ -335,7 +337,7 @@ def _pending(host: Mapping[str, Any]) -> Iterator[str]:
         yield _row("reboot", f"pending: {host['reboot_pending']}")
     for path in host["unit_overrides"]:
         yield _row(
-            "units", f"{path} changes a unit; remove the file, or add it to expect.unit_overrides"
+            "units", f"{path} changes a unit; remove the file, or list it in expect.unit_overrides"
         )
     if back := host["rolled_back"]:
         yield _row("back", f"rolled back manually from {back['from_pair']} at {back['at']}")

@@ -62,7 +62,7 @@ def up(options: Options) -> int:
     previews = _print_previews(hosts, plans, answers, options)
     choice = _temporary_choice(options)
     if choice:
-        note(f"{choice} applies only to this run, because your settings files differ")
+        note(f"{choice} applies only to this run, because your settings files select another")
     if options.dry and not options.verbose:
         changes.note_no_changes(argv)
         return 0 if all(host_preview["reachable"] for host_preview in previews) else 1
@@ -175,7 +175,7 @@ def _bootstrap(hosts: Sequence[Target], options: Options) -> int:
     if options.dry:
         fix = "run `spark-deploy up` without --dry"
         raise SparkError.one(", ".join(names), "SSH key or sudo rule is missing", fix)
-    note(f"{', '.join(names)}: SSH key or sudo rule is missing; enter the password once")
+    note(f"{', '.join(names)}: the SSH key or sudo rule is missing; enter the password once")
     options = replace(options, limit=names, exclude=[], verbose=True)
     changes.print_command(changes.pyinfra_command("bootstrap", options, names, ["-y"]))
     # For this deploy, the inventory prompts for the password.
@@ -228,8 +228,8 @@ def preview(plan: HostPlan, answer: Answer[HostState]) -> dict[str, Any]:
         text = f"{rollout_text(state.status, rollout)}; this run attaches to it"
         if rollout.release != plan.release.name:
             text = (
-                f"{rollout_text(state.status, rollout)}; it must end before a change to "
-                f"{plan.model} with {plan.profile}; run this command again afterwards"
+                f"{rollout_text(state.status, rollout)}; run this command again after the rollout "
+                f"to change to {plan.model} with {plan.profile}"
             )
     elif reason:
         text = "; ".join(_change_texts(plan, state))
@@ -253,7 +253,7 @@ def _service_changes(plan: HostPlan, status: HostStatus) -> Iterator[str]:
             yield f"service {name}: will serve {service.model} with {service.profile}"
     for name, running in (status.report.services if status.report else {}).items():
         if name not in (MAIN_SERVICE, *planned) and (running.active or running.enabled):
-            yield f"service {name}: no longer listed, will stop"
+            yield f"service {name}: will stop, because the settings no longer list it"
 
 
 def _change_texts(plan: HostPlan, state: HostState) -> Iterator[str]:
@@ -264,7 +264,7 @@ def _change_texts(plan: HostPlan, state: HostState) -> Iterator[str]:
     elif old is None:
         yield f"serves nothing now; will serve {new}"
     elif old.name == plan.release.name:
-        yield f"{new} stays active and will be checked again"
+        yield f"{new} keeps running and will be checked again"
     elif (old.model, old.profile) == (plan.model, plan.profile):
         yield f"{new} with changed settings"
     elif old.model == plan.model:
@@ -315,6 +315,6 @@ def _preparation_texts(plan: HostPlan, jobs: Jobs) -> Iterator[str]:
 def _downtime_text(last: Rollout | None) -> str:
     seconds = sum(last.times_s.get(phase, 0.0) for phase in _DOWNTIME_PHASES) if last else 0.0
     if not seconds:
-        return "the time that the engine needs to load"
+        return "as long as the engine needs to load"
     estimate = f"about {seconds / 60:.0f} minutes" if seconds >= 90 else "about a minute"
     return f"{estimate} (the last start took {format_duration(seconds)})"

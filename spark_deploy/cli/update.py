@@ -111,7 +111,9 @@ def _reject_unknown_names(only: Sequence[str], hosts: list[Target]) -> None:
     for name in only:
         if name not in known:
             fix = suggest(name, known, f"choose from: {', '.join(known)}")
-            raise LockError.one(f"--only {name}", "no selected host uses this name", fix)
+            raise LockError.one(
+                f"--only {name}", "no selected host uses this repository or image", fix
+            )
 
 
 def _unverified_problems(hosts: list[Target], lock: Lock) -> Iterator[str]:
@@ -128,7 +130,7 @@ def _write_lock(path: Path, lock: Lock) -> None:
     before = read_lock(path)
     if lock == before:
         count = len(lock.sources) + len(lock.images)
-        note(f"{path}: unchanged, {count} names are locked")
+        note(f"{path}: no changes; {count} names are locked")
         return
     write_lock(path, lock)
     old, new = (
@@ -180,12 +182,12 @@ def _with_donor_hashes(lock: Lock, host: Target, status: HostStatus) -> Lock:
         if locked not in (None, sha256):
             raise LockError.one(
                 f"{host.name}: {build.dir}",
-                f"was built from FP8 source tensors with sha256 {sha256}; the lock has {locked}",
-                "find out which hub or proxy sent different data; if the host has the wrong "
-                "data, rename the directory on that host and deploy again",
+                f"was built from FP8 tensors with sha256 {sha256}, but the lock has {locked}",
+                "find out which hub or proxy sent different data; "
+                "if the host has the wrong data, rename the directory on the host and deploy again",
             )
         if locked is None:
-            note(f"  {names.build}: FP8 source tensors have sha256 {sha256}, built by {host.name}")
+            note(f"  {names.build}: {host.name} used FP8 source tensors with sha256 {sha256}")
             lock = lock.with_entries(names=[replace(lock.names[names.build], donor_sha256=sha256)])
     return lock
 

@@ -126,8 +126,8 @@ def _confirm_host_keys(keys: Sequence[HostKey], confirm: Callable[[str], str]) -
         raise SettingsError.one(
             f"host key of {', '.join(key.endpoint.host for key in unknown)}",
             "is not in known_hosts, and -y does not confirm it",
-            f"run in a terminal, or set {HOST_KEYS_FILE_VARIABLE} to the path of a known_hosts "
-            "file that contains the host key, copied from the machine itself",
+            "run in a terminal, or copy the host key from the machine into a known_hosts file "
+            f"and set {HOST_KEYS_FILE_VARIABLE} to its path",
         )
     question = f"record {'it' if len(unknown) == 1 else 'them'}? [y/N] "
     if unknown and confirm(question).strip().lower() != "y":
@@ -165,7 +165,7 @@ def _read_passwords(
         if set(pending) == checkable:
             fix = "check ssh.user, then run again with the correct password"
             raise SettingsError.one("password", f"rejected by {names}", fix)
-        _log(f"{names}: password rejected; to try again, run again with --limit")
+        _log(f"{names}: password rejected; run the command again with --limit to retry these hosts")
         break
     return passwords
 

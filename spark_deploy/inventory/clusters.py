@@ -66,7 +66,7 @@ def _member_problems(
         for other in members[1:] if name == members[0] else ():
             if other in hosts and list(members_by_host[other][:1]) != [name]:
                 listed = ", ".join(members_by_host[other]) or "empty"
-                message = f"is {listed}, but {name} lists this host"
+                message = f"is {listed}, but the list of {name} contains this host"
                 yield Problem(f"{other}: {section}.hosts", message, _IN_GROUP_VARS)
 
 
@@ -78,7 +78,7 @@ def _setting_differences(
         return
     for key in keys:
         if _setting_value(member.settings, key) != _setting_value(first.settings, key):
-            message = f"differs from {first.host}, the first host"
+            message = f"differs from the value of {first.host}, the first host"
             yield Problem(f"{member.host}: {key}", message, _IN_GROUP_VARS)
 
 

@@ -95,7 +95,7 @@ def read_buffer(
         if lines % _LINES_PER_TURN == 0:
             gevent.sleep(0)
         if received_bytes > MAX_BYTES or lines > _MAX_LINES:
-            output_queue.put(OutputLine(name, "(the host printed more than the limit)"))
+            output_queue.put(OutputLine(name, "(the output exceeds the limit and is cut here)"))
             # Closing the stream ends the command.
             (io.channel if isinstance(io, ChannelFile) else io).close()
             return

@@ -125,9 +125,9 @@ def changed_key_problems(keys: Sequence[HostKey]) -> list[Problem]:
                     key.endpoint.host,
                     f"presents the host key {key.fingerprint}, but {key.path} has {recorded}: "
                     "the host was reinstalled, or the connection is intercepted",
-                    "run `ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub` on the machine; if it "
-                    "prints the first fingerprint, remove the old key: run "
-                    f"`ssh-keygen -f {key.path} -R '{key.entry_name}'`",
+                    "run `ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub` on the machine; "
+                    "if it prints the first fingerprint, remove the old key: "
+                    f"run `ssh-keygen -f {key.path} -R '{key.entry_name}'`",
                 )
             )
     return problems

@@ -73,11 +73,11 @@ class PasswordPrompt:
                 f"password of {', '.join(users)} on {hosts} (for login and sudo): "
             )
         else:
-            message = f"is needed for {hosts}, but there is no terminal to type it"
+            message = f"is needed for {hosts}, but there is no terminal to enter it in"
             fix = f"run in a terminal, or set {PASSWORD_FILE_VARIABLE} to a file with the password"
             raise SettingsError.one("password", message, fix)
         if not password:
-            raise SettingsError.one("password", "is empty", "run again and type the password")
+            raise SettingsError.one("password", "is empty", "run again and enter the password")
         return password
 
 
@@ -227,7 +227,7 @@ def check_access(state: State, host: Host, endpoint: Endpoint) -> bool:
         host.log(f"{login}sudo needs no password")
         return True
     if endpoint.is_local:
-        fix = "remove the rule that overrides ours in /etc/sudoers or /etc/sudoers.d"
+        fix = "remove the rule in /etc/sudoers or /etc/sudoers.d that overrides our rule"
         return _log_problem(host, "sudo still asks for a password", fix)
     message = "login with the key works, but sudo still asks for a password"
     if not result.logs_in:
@@ -243,7 +243,7 @@ def check_login(state: State, host: Host, endpoint: Endpoint) -> bool:
     if result.ready:
         host.log("a new login works")
         return True
-    fix = "wait until the host has restored the old network, then check the cable and `ip route`"
+    fix = "wait until the host restores its old network, then check the cable and `ip route`"
     return _log_problem(host, f"cannot log in to {endpoint.hostname} again ({result.detail})", fix)
 
 

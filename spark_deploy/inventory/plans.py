@@ -41,7 +41,7 @@ from spark_deploy.plan.types import HostPlan, PayloadIdentity, Ports, SourcePlan
 # Hosts are planned in parallel; only the first queries the hub.
 _hub_queries = threading.Lock()
 _PACKAGE = Path(__file__).resolve().parents[1]
-_LOCK_FIX = "run `spark-deploy update --missing`, and keep the file"
+_LOCK_FIX = "run `spark-deploy update --missing`, and keep the changed lock file"
 
 Log = Callable[[str], None]
 

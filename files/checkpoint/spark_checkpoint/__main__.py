@@ -136,7 +136,7 @@ def read_build_plan(path: Path) -> BuildPlan:
         raise InputError(
             str(path),
             f"requires recipe version {plan.recipe_version}, but this builder has {RECIPE_VERSION}",
-            "install the host tools of the plan's release, or plan again",
+            "install the host tools of the plan's release, or create the plan again",
         )
     return plan
 
@@ -158,8 +158,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog=builder_api.BUILDER,
         description="Download, build and verify checkpoints.",
-        epilog="exit codes: 0 ok, 2 invalid input, 3 sources or host do not match the plan, "
-        "4 I/O or network error, 5 checkpoint differs from the receipt",
+        epilog="exit codes: 0: ok; 2: invalid input; 3: sources or host do not match the plan; "
+        "4: I/O or network error; 5: the checkpoint differs from the receipt",
     )
     parser.add_argument(
         "--version", action="version", version=f"{TOOL_VERSION} recipe {RECIPE_VERSION}"
@@ -203,17 +203,17 @@ def _parser() -> argparse.ArgumentParser:
         help="checkpoint built from this base",
     )
     check = add_command(
-        builder_api.CHECK_SOURCES, "check base and donor by their headers", plan="PLAN.json"
+        builder_api.CHECK_SOURCES, "check the headers of base and FP8 source", plan="PLAN.json"
     )
     describe = add_command(
-        builder_api.DESCRIBE, "print the tensors an engine loads, and config.json"
+        builder_api.DESCRIBE, "print config.json and the tensors that an engine loads"
     )
     parser.set_defaults(leave_out=[], all_documents=False)
     describe.add_argument(builder_api.LEAVE_OUT, action="append", default=[], metavar="PATTERN")
     describe.add_argument(
         builder_api.ALL_DOCUMENTS,
         action="store_true",
-        help="include tokenizer and generation config",
+        help="also print the tokenizer and generation config",
     )
     inspect = add_command(builder_api.INSPECT, "print the contents of a checkpoint or repository")
     for command in (check, describe, inspect):
@@ -224,7 +224,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(builder_api.TOKEN_FILE, help="file with a hub token")
     inspect.add_argument(
         builder_api.AGAINST, type=Path, action="append", default=[], metavar="PLAN.json",
-        help="print whether it matches this plan; repeatable",
+        help="print whether the checkpoint matches this plan; repeatable",
     )  # fmt: skip
     inspect.add_argument(builder_api.JSON, action="store_true", help="print JSON")
     return parser

@@ -92,7 +92,7 @@ def checkpoint_from_headers(
         _check_index(str(directory / INDEX_NAME), index, shards)
     for name, files in copies.items():
         if len({shards[file].tensors[name].dtype_and_shape for file in files}) > 1:
-            problem = f"{name} is in {', '.join(files)} with different dtypes or shapes"
+            problem = f"{name} has different dtypes or shapes in {', '.join(files)}"
             raise ValidationError(str(directory), problem, "use another commit of the base")
     duplicates = {name: tuple(files) for name, files in copies.items()}
     return Checkpoint(directory, shards, owner, duplicates)

@@ -216,7 +216,7 @@ def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     if count * bits >= _COUNT_LIMIT:
         raise ValueError("is too large: its size in bits does not fit in 64 bits")
     if count * bits % 8:
-        raise ValueError(f"ends inside a byte ({count} elements of {bits} bits)")
+        raise ValueError(f"has {count} elements of {bits} bits, which is no whole number of bytes")
     return count * bits // 8
 
 

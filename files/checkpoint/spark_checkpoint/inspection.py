@@ -117,13 +117,13 @@ def _open_directory(directory: Path) -> InspectedCheckpoint:
     paths = sorted(directory.glob("*.safetensors"))
     if not paths:
         fix = "pass the directory of a model"
-        raise ValidationError(str(directory), "has no .safetensors file", fix)
+        raise ValidationError(str(directory), "contains no .safetensors file", fix)
     config = directory / CONFIG_NAME
     summary = "none"
     receipt = load_receipt(directory)
     if receipt is not None:
         name = receipt.name if isinstance(receipt, SourceReceipt) else receipt.plan.name
-        summary = f"{receipt.kind} {name} digest {receipt.digest[:12]} of {receipt.written_at}"
+        summary = f"{receipt.kind} {name}, digest {receipt.digest[:12]}, of {receipt.written_at}"
     return InspectedCheckpoint(
         source=str(directory),
         shards={path.name: read_header(path) for path in paths},
@@ -162,7 +162,7 @@ def describe(checkpoint: InspectedCheckpoint) -> RepositoryDescription:
     loaded = set(checkpoint.index.values()) if checkpoint.index else set(checkpoint.shards)
     if missing := sorted(loaded - checkpoint.shards.keys()):
         problem = f"the index lists {len(missing)} missing files, such as {missing[0][:60]!r}"
-        fix = "use another commit, because no engine can load this one"
+        fix = "use another commit, because no engine can load an incomplete checkpoint"
         raise ValidationError(checkpoint.source, problem, fix)
     shards = {name: header for name, header in checkpoint.shards.items() if name in loaded}
     tensors, copies = used_tensors(shards)
@@ -341,7 +341,7 @@ def format_report(data: Mapping[str, Any]) -> str:
         f"  quantized  {quantization or 'not in config.json'}",
         f"  receipt    {data['receipt']}",
         f"  layers     {data['layers']} ({data['linear_layers']} linear attention), "
-        f"{data['experts']} experts, hidden {data['hidden']}",
+        f"{data['experts']} experts, hidden size {data['hidden']}",
         f"  tensors    {data['tensors']} in {data['shards']} shards: {data['base_tensors']} "
         f"+ {data['mtp_tensors']} MTP",
         f"  bytes      {data['unique_bytes']} unique, {data['stored_bytes']} stored",
@@ -354,9 +354,9 @@ def format_report(data: Mapping[str, Any]) -> str:
         for row in data["groups"]
     ]
     warnings = {
-        "duplicate_groups": "in several shards (the last one counts)",
-        "unindexed": "in a shard but not in the index: the engine may skip the file",
-        "unknown_to_shards": "in the index but not in that shard",
+        "duplicate_groups": "in several shards (the engine uses the last)",
+        "unindexed": "in a shard, but not in the index, so the engine may skip the file",
+        "unknown_to_shards": "in the index, but not in the listed shard",
         "fp8_weights_without_scales": "FP8 weights without block scales",
     }
     problems = [f"  {text}: {data[key]}" for key, text in warnings.items() if data[key]]

@@ -298,10 +298,10 @@ def check_outliers(deviations: Mapping[str, Deviation]) -> None:
         return
     module, count = max(damaged.items(), key=lambda item: item[1])
     problem = (
-        f"{count} donor elements differ from the base by more than rounding errors; only "
-        f"{len(damaged)} of {len(deviations)} modules contain such elements, so the file is damaged"
+        f"{count} elements of the FP8 source differ from the base by more than rounding errors; "
+        f"only {len(damaged)} of {len(deviations)} modules differ, so the file is damaged"
     )
-    raise ValidationError(module, problem, "download the donor again")
+    raise ValidationError(module, problem, "download the FP8 source again")
 
 
 def check_scale_sizes(scales: Mapping[str, Floats]) -> None:
@@ -317,5 +317,5 @@ def check_scale_sizes(scales: Mapping[str, Floats]) -> None:
                 problem = (
                     f"has a scale of {wrong[0]:g}, but the median of similar modules is {median:g}"
                 )
-                fix = "download the donor again, or use the FP8 repository of the same model"
+                fix = "download the FP8 source again, or use the FP8 repository of the same model"
                 raise ValidationError(f"donor {name}", problem, fix)

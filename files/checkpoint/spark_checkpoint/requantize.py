@@ -305,7 +305,7 @@ def _modules(plan: RequantizePlan, suffix: str) -> Iterator[str]:
 
 def skip_reason(module: str) -> str:
     if not _LAYERS.match(module):
-        return "it is in no layer of the language model or the drafter"
+        return "it belongs to no layer of the language model or the drafter"
     return "it is a gate" if module.endswith(_GATES) else ""
 
 
@@ -336,7 +336,7 @@ def check_result(original: Checkpoint, result: Checkpoint) -> dict[str, Any]:
     """Check that the result is the rounded original; return measurements for the receipt."""
     if result.duplicates:
         name = min(result.duplicates)
-        raise ValidationError(str(result.directory), f"has {name} in several files", _FIX)
+        raise ValidationError(str(result.directory), f"contains {name} in several files", _FIX)
     packed = sorted(name.removesuffix(QWEIGHT) for name in result.owner if name.endswith(QWEIGHT))
     quantization = read_config(result.directory).get("quantization_config")
     expected = {"quant_method": "auto-round", "bits": 4, "group_size": GROUP, "sym": True}
@@ -355,7 +355,7 @@ def check_result(original: Checkpoint, result: Checkpoint) -> dict[str, Any]:
     if wrong:
         module = max(wrong, key=lambda module: wrong[module])
         difference = f"differs from the original's weight by {wrong[module]:.0%}"
-        raise ValidationError(module, f"{difference}; number of wrong modules: {len(wrong)}", _FIX)
+        raise ValidationError(module, f"{difference}; {len(wrong)} modules differ too much", _FIX)
     mean = float(np.mean(list(errors.values())))
     error = {"modules": len(errors), "mean": mean, "worst": max(errors.values())}
     check_kept_experts(original, result)

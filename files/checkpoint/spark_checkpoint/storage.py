@@ -318,7 +318,7 @@ def pin_file(path: Path, size_bytes: int) -> Iterator[int]:
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_size != size_bytes:
-            raise OSError(errno.ESTALE, "was replaced by another file", str(path))
+            raise OSError(errno.ESTALE, "was replaced during the download", str(path))
         yield descriptor
     finally:
         os.close(descriptor)
@@ -336,7 +336,7 @@ def _walk(root: Path) -> Iterator[Path]:
             for entry in entries:
                 count += 1
                 if count > _ENTRY_LIMIT:
-                    note(f"look_in: {root}: only the first {_ENTRY_LIMIT} entries are searched")
+                    note(f"look_in: searching only the first {_ENTRY_LIMIT} entries of {root}")
                     return
                 if entry.is_dir(follow_symlinks=False):
                     if not entry.name.endswith(".partial"):

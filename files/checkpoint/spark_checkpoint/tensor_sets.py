@@ -30,21 +30,21 @@ _MAX_NAME_LENGTH = 120
 
 # Likely causes of missing or surplus names that contain these strings.
 _CAUSES = {
-    ".linear_attn.": "the linear-attention projections are quantized differently: "
-    "a different base generation",
-    ".self_attn.": "the attention projections are quantized differently: "
-    "a different base generation",
-    ".shared_expert.": "the shared experts are quantized differently: "
-    "already a hybrid, or a different base",
-    ".mlp.experts.": "different number of experts or layers: a different model",
+    ".linear_attn.": "the linear-attention projections are quantized differently, "
+    "as in another version of the base",
+    ".self_attn.": "the attention projections are quantized differently, "
+    "as in another version of the base",
+    ".shared_expert.": "the shared experts are quantized differently, "
+    "as in a hybrid or in another base",
+    ".mlp.experts.": "the number of experts or layers belongs to another model",
     "lm_head": "the head is quantized differently",
-    ".visual.": "the vision tower differs: a text-only or other checkpoint",
+    ".visual.": "the vision tower differs, as in a text-only checkpoint",
 }
-_MTP_CAUSE = "the MTP tensors differ: lost by an earlier build, or quantized differently"
+_MTP_CAUSE = "the MTP tensors are quantized differently, or an earlier build lost them"
 _NAMES_FIX = (
-    "use the locked commits, or run `spark-deploy add` to serve the repository as published "
-    "(`--dry` lists the models that it matches); if you already use the commits of a shipped "
-    "model, open an issue that quotes this message"
+    "use the locked commits, or serve the repository as published with `spark-deploy add` "
+    "(`add --dry` lists the models that match the repository); "
+    "if you already use the commits of a shipped model, open an issue that quotes this message"
 )
 _FP8_FIX = "use the FP8 repositories of the same model"
 
@@ -158,8 +158,8 @@ def check_fp8_weight(
     ):
         if tensor.dtype not in dtypes or tensor.shape != expected:
             problem = (
-                f"is {tensor.dtype} {list(tensor.shape)}, expected "
-                f"{' or '.join(dtypes)} {list(expected)}"
+                f"is {tensor.dtype} {list(tensor.shape)}, "
+                f"expected {' or '.join(dtypes)} {list(expected)}"
             )
             raise ValidationError(f"{where}{suffix}", problem, _FP8_FIX)
 
@@ -170,14 +170,14 @@ def check_packable(name: str, tensor: Tensor, bits: int) -> None:
     if tensor.dtype not in SIXTEEN_BIT or len(tensor.shape) != 2:
         reason = f"is {tensor.dtype} {list(tensor.shape)}, expected a 16-bit matrix"
     elif tensor.shape[1] % 128:
-        reason = f"has {tensor.shape[1]} inputs, which is not a multiple of the group size 128"
+        reason = f"has {tensor.shape[1]} inputs, expected a multiple of the group size 128"
     elif name == HEAD and tensor.shape[0] % 64:
         reason = (
-            f"has a vocabulary of {tensor.shape[0]}, which is not a multiple of 64; the engine "
-            "would pad it, but its loader fails on padded packed tensors"
+            f"has a vocabulary of {tensor.shape[0]} tokens, which is not a multiple of 64; "
+            "the engine pads such a head, but cannot load a padded packed tensor"
         )
     elif tensor.shape[0] % codes_per_word:
-        reason = f"has {tensor.shape[0]} outputs, which is not a multiple of {codes_per_word}"
+        reason = f"has {tensor.shape[0]} outputs, expected a multiple of {codes_per_word}"
     if reason:
         raise ValidationError(name, reason, "set head, shared_experts or drafter to keep")
 

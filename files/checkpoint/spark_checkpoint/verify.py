@@ -108,7 +108,7 @@ def check_files(directory: Path, receipt: receipts.Receipt) -> None:
         except OSError as error:
             raise ReceiptMismatchError(str(path), f"is missing ({error.strerror})", _FIX) from error
         if size != file.size_bytes:
-            problem = f"has {size} bytes, but the receipt lists {file.size_bytes}"
+            problem = f"has {size} bytes, but {file.size_bytes} bytes in the receipt"
             raise ReceiptMismatchError(str(path), problem, _FIX)
     surplus = set(list_files(directory)) - {file.path for file in receipt.files}
     if surplus:
@@ -150,7 +150,7 @@ def _check_shards(directory: Path, receipt: receipts.Receipt, index: Mapping[str
         header = read_header(directory / file.path)
         for name in names_by_shard.pop(file.path, ()):
             if name not in header.tensors:
-                problem = f"the index lists {name} in {file.path}, which lacks it"
+                problem = f"the index lists {name} in {file.path}, but that file lacks it"
                 raise ReceiptMismatchError(str(directory), problem, _FIX)
     if names_by_shard:
         missing = ", ".join(sorted(names_by_shard)[:3])
@@ -168,12 +168,12 @@ def _check_content(
     if file.sha256 is not None:
         sha256 = storage.hash_file(path, progress.add)
         if sha256 != file.sha256:
-            problem = f"has sha256 {sha256}, but the receipt lists {file.sha256}"
+            problem = f"has sha256 {sha256}, but {file.sha256} in the receipt"
     elif pieces is not None:
         begin = 0
         for piece in pieces:
             if storage.hash_file(path, progress.add, begin, piece.size_bytes) != piece.sha256:
-                problem = f"differs from the receipt in the piece that begins at byte {begin}"
+                problem = f"differs from the receipt in the piece from byte {begin}"
                 break
             begin += piece.size_bytes
     else:
@@ -326,6 +326,6 @@ def discard_base(base: Path, tree: Path, progress: Progress) -> None:
     sync_directory(base.parent)
     message = f"{base}: removed, {freed_bytes} bytes freed"
     if shared_bytes:
-        message += f"; {shared_bytes} bytes stay in use by hard links in other directories"
+        message += f"; hard links in other directories still use {shared_bytes} bytes"
     rebuild_bytes = sum(receipt.report.get("rebuild_fetch_bytes", {}).values())
     note(f"{message}; rebuilding {tree} would download {rebuild_bytes} bytes")

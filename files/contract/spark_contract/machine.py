@@ -36,7 +36,7 @@ class BootSigns:
             return f"driver module {module} is loaded, but library {library} is installed"
         if self.has_reboot_marker:
             packages = ", ".join(sorted(set(self.packages))) or "unknown packages"
-            return f"{REBOOT_MARKER} is set ({packages})"
+            return f"{REBOOT_MARKER} exists ({packages})"
         newest = newest_of_same_flavor(self.kernel, self.kernels)
         if newest and version_key(newest) > version_key(self.kernel):
             return f"kernel {newest} is installed, but {self.kernel} is running"
@@ -105,9 +105,9 @@ class FreeBlocks:
 
     def __str__(self) -> str:
         return (
-            f"{self.free_bytes() / GIB:.1f} GiB free, "
-            f"{self.free_bytes(DRIVER_BLOCK_BYTES) / GIB:.1f} GiB of it in blocks of 64 KiB or "
-            f"more, {self.free_bytes(LARGE_BLOCK_BYTES) / GIB:.1f} GiB in the largest blocks"
+            f"{self.free_bytes() / GIB:.1f} GiB are free, "
+            f"{self.free_bytes(DRIVER_BLOCK_BYTES) / GIB:.1f} GiB in blocks of at least 64 KiB, "
+            f"{self.free_bytes(LARGE_BLOCK_BYTES) / GIB:.1f} GiB in the largest blocks"
         )
 
 

@@ -30,7 +30,7 @@ class ReceiptFile:
 
     def __post_init__(self) -> None:
         if not is_inside(self.path):
-            raise DocumentError(f"files: path {self.path!r} escapes the tree")
+            raise DocumentError(f"files: path {self.path!r} leads outside the directory")
         encoded = self.path.encode(errors="replace")
         longest_name = max(encoded.split(b"/"), key=len)
         is_too_long = len(encoded) > _PATH_BYTES or len(longest_name) > _NAME_BYTES
@@ -63,7 +63,7 @@ class Receipt:
             raise DocumentError("files: a path occurs twice")
         parents = {str(parent) for path in paths for parent in PurePosixPath(path).parents}
         if conflicts := paths & parents:
-            raise DocumentError(f"files: {min(conflicts)!r} is a file and a directory")
+            raise DocumentError(f"files: {min(conflicts)!r} is both a file and a directory")
 
     def is_complete(self, tree: Path) -> bool:
         """Return whether all files exist with their sizes; does not read them."""
@@ -144,7 +144,7 @@ def why_writable_by_others(file: Path | int) -> str | None:
     if stat.S_ISLNK(status.st_mode):
         return "is a link"
     if status.st_uid not in (0, os.geteuid()):
-        return f"belongs to account {status.st_uid}, which could change it"
+        return f"belongs to the account with id {status.st_uid}, which could change it"
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return "is writable by group or everyone"
     return None

@@ -254,7 +254,7 @@ NETPLAN_TRIAL = "/run/netplan/40-spark-fabric.yaml"
 REMOVED_NETPLAN = "/var/lib/spark/fabric/removed.yaml"
 RESTORE_UNIT = "spark-fabric-return"
 APPLY_UNIT = "spark-fabric-apply"
-RETRY_FIX = "wait 90 seconds, then run it again"
+RETRY_FIX = "wait 90 seconds, then run the command again"
 
 
 @dataclass(frozen=True, slots=True)

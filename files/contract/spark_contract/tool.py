@@ -74,7 +74,7 @@ def parse_problem(line: str) -> Problem | None:
         return None
     text, _, fix = line.removeprefix(ERROR).partition(_FIX)
     where, _, what = text.partition(": ")
-    return Problem(where, what, fix or "see the messages above, then run it again")
+    return Problem(where, what, fix or "see the messages above, then run the command again")
 
 
 class HostToolError(Exception):

@@ -100,10 +100,10 @@ VERBS: dict[str, tuple[str, Callable[[Args, Paths], tuple[Any, ...]], str]] = {
         "SERVICE [--to RELEASE] [--dry]: return to a proven release",
     ),
     tool.PRUNE: (
-        "cleanup.prune:main", _all_args, "[--dry] KEEP: remove unneeded files and images"
+        "cleanup.prune:main", _all_args, "[--dry] KEEP: remove files and images not listed in KEEP"
     ),
     tool.NOTE: (
-        "cleanup.uninstall:note", _parse_name, "FOOTPRINT: record the host before the first deploy"
+        "cleanup.uninstall:note", _parse_name, "FOOTPRINT: record the state before the first deploy"
     ),
     tool.MANIFEST: ("cleanup.uninstall:manifest", _parse_name, "FOOTPRINT: list what we created"),
     tool.UNINSTALL: (
@@ -115,7 +115,7 @@ VERBS: dict[str, tuple[str, Callable[[Args, Paths], tuple[Any, ...]], str]] = {
     ),
     "start-when-due": (
         "records.boot:start_when_due", _parse_name_and_host,
-        "SERVICE: start the service after a timed stop",
+        "SERVICE: start a service after a timed stop",
     ),
     tool.RETIRE_SERVICE: (
         "records.boot:retire_service", _parse_name_and_host, "SERVICE: remove a service"
@@ -133,20 +133,20 @@ VERBS: dict[str, tuple[str, Callable[[Args, Paths], tuple[Any, ...]], str]] = {
     "on-request": ("relay:run", _no_args, ": start services that requests wait for"),
     "watch": ("watch.watchdog:run", _parse_name, "RELEASE: watch the engine"),
     "daily": ("__main__:daily", _all_args, ": inspect the host"),
-    tool.JOB: ("jobs:main", _all_args, "run D12 | poll [D12...] | end D12: run, show or end jobs"),
+    tool.JOB: ("jobs:main", _all_args, "run D12 | poll [D12...] | end D12: run, print or end jobs"),
     tool.IMAGE: (
         "image:main", _all_args,
         "[--layers LAYERS.json] REFERENCE [COMMAND...]: pull an image, then run a command",
     ),
     tool.FABRIC: (
         "system.fabric:set_addresses", _all_args,
-        "try|settled|confirm|restore: set fabric addresses",
+        "try|settled|confirm|restore: change the fabric's addresses",
     ),
     tool.FABRIC_SPEED: (
         "system.fabric:measure_speed", _all_args, "listen|send: measure the fabric"
     ),
-    tool.FENCE: ("system.cluster:fence", _all_args, "up|down RELEASE: firewall a cluster's ports"),
-    "may-start": ("engine.serve:may_start", _parse_name, "RELEASE: whether the unit may start"),
+    tool.FENCE: ("system.cluster:fence", _all_args, "up|down RELEASE: filter a cluster's ports"),
+    "may-start": ("engine.serve:may_start", _parse_name, "RELEASE: check if the unit may start"),
     "prepare": ("engine.serve:prepare", _parse_name, "RELEASE: prepare the host for a start"),
     "serve": ("engine.serve:run", _parse_name, "RELEASE: run the engine"),
     "stop": ("engine.serve:stop", _parse_name, "RELEASE: stop the engine"),
@@ -154,7 +154,7 @@ VERBS: dict[str, tuple[str, Callable[[Args, Paths], tuple[Any, ...]], str]] = {
 }  # fmt: skip
 _FIXES = {
     errno.ENOSPC: "free disk space: see `df -h`, or run deploys/prune.py",
-    errno.EROFS: "check in `dmesg` why the disk is read-only",
+    errno.EROFS: "run `dmesg` to see why the disk is read-only",
     errno.EACCES: "run the command as root (`sudo`)",
     errno.EPERM: "run the command as root (`sudo`)",
 }

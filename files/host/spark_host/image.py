@@ -41,7 +41,7 @@ _REPORT_INTERVAL_S = 2.0
 _POLL_INTERVAL_S = 0.2
 _LINE_BYTES = 1 << 20  # docker's lines have about 200 bytes
 _MESSAGE_LENGTH = 300
-_RUN_AGAIN = "see `journalctl -u docker`, then deploy again: complete layers are kept"
+_RUN_AGAIN = "see `journalctl -u docker`, then deploy again; docker keeps complete layers"
 
 
 def main(args: list[str], paths: Paths) -> int:
@@ -178,14 +178,18 @@ class PullProgress:
             idle_s = now - self._progress_at
             if not self._is_downloading():
                 minutes = f"{_UNPACK_LIMIT_S / 60:.0f} minutes"
-                message = f"docker downloaded all layers, but made no progress for {minutes}"
+                message = (
+                    f"docker has downloaded all layers, but has made no progress for {minutes}"
+                )
                 return message if idle_s > max(_UNPACK_LIMIT_S, self._stall_s) else None
             if idle_s <= self._stall_s:
                 return None
             waiting = [name for name, at in sorted(self._status.items()) if at not in _LOCAL]
             layer = f" for layer {waiting[0]}" if waiting else ""
             size = f"{sum(self._downloaded.values()) / 1e6:,.1f} MB"
-            return f"the pull stalled: no data{layer} in {idle_s:.0f} s, after {size}"
+            return (
+                f"the pull stalled after {size}: docker received no data{layer} in {idle_s:.0f} s"
+            )
 
     def progress(self, now: float) -> Progress:
         with self._lock:

@@ -85,7 +85,9 @@ def run(digest12: str, paths: Paths) -> int:
     folder = paths.job(digest12)
     if is_done(job, paths):
         users = _releases_using(job.proof, paths) if isinstance(job.proof, AbsenceProof) else []
-        reason = f"kept, because {', '.join(users)} needs it" if users else "already done"
+        reason = (
+            f"kept, because the releases {', '.join(users)} use it" if users else "already done"
+        )
         log(f"{job.title}: {reason}")
         last = read_document(JobRun, folder / STATUS)
         write_document(folder / STATUS, JobRun("done", 0, memory=last.memory if last else None))
@@ -101,7 +103,7 @@ def run(digest12: str, paths: Paths) -> int:
     after = meminfo()
     memory = JobMemory(before["MemFree"], after["MemFree"], before["Cached"], after["Cached"])
     changes = (
-        f"{key} {before[key] / GIB:.2f} GiB before, {after[key] / GIB:.2f} GiB after"
+        f"{key} was {before[key] / GIB:.2f} GiB before and {after[key] / GIB:.2f} GiB after"
         for key in ("MemFree", "Cached")
     )
     log(f"memory: {', '.join(changes)}")
@@ -117,7 +119,7 @@ def run(digest12: str, paths: Paths) -> int:
         write_document(folder / STATUS, ended)
     except OSError as error:
         # On a full disk the journal carries the result.
-        log(f"cannot write {folder / STATUS}: errno {error.errno}")
+        log(f"cannot write {folder / STATUS}: error number {error.errno}")
     return code
 
 
@@ -168,7 +170,7 @@ def _execute(job: Job, folder: Path) -> tuple[int, list[str]]:
     except (TimeoutError, subprocess.TimeoutExpired):
         _end_process_group(child)
         message = f"no progress for {_STALL_TIMEOUT_S:.0f} s"
-        fix = "check disk (dmesg) and network, then deploy again to resume the job"
+        fix = "check the disk (`dmesg`) and the network, then deploy again to resume the job"
         tail.append(ERROR + Problem(job.title, message, fix).line)
         log(tail[-1])
         return 4, list(tail)
@@ -258,7 +260,7 @@ def poll(digests: list[str], paths: Paths) -> list[JobState]:
             after = [states[other] for other in load_job(digest12, paths).after if other in states]
             failed = next((other for other in after if other.state == "failed"), None)
             if failed:
-                result = f"requires job {failed.digest[:12]}, which failed"
+                result = f"requires the failed job {failed.digest[:12]}"
                 states[digest12] = replace(
                     states[digest12], state="failed", result=result, exit_code=None
                 )

@@ -145,7 +145,7 @@ class Relay:
             await self._respond(self.services[name], reader, writer)
         except (OSError, EOFError, KeyError, ValueError, asyncio.TimeoutError) as error:
             # The client or the engine closed the connection, or sent no HTTP.
-            log(f"{name}: a request ended: {type(error).__name__} {error}")
+            log(f"{name}: a request failed: {type(error).__name__} {error}")
         finally:
             self._requests -= 1
             writer.close()

@@ -167,7 +167,7 @@ def check_live(release: Release, paths: Paths, timeout_s: float = 30) -> LiveChe
     if cluster.is_worker(release, paths):
         missing = cluster.describe_missing(release, paths)
         detail = missing and f"{missing} has not joined"
-        detail = detail or "joined; only the head answers requests"
+        detail = detail or "this worker has joined; only the head answers requests"
         return LiveCheck(not missing, release.name, 0.0, detail)
     probe = Probe(release, Engine.for_release(release, paths), list, deadline_s=start + timeout_s)
     try:

@@ -78,8 +78,8 @@ def test_verifies_files_by_git_hash(order, source, tmp_path):
 
 
 BAD_ORDERS = {
-    "a path outside": (["files", 0, "path"], "../x", "escapes the tree"),
-    "an absolute path": (["files", 0, "path"], "/etc/passwd", "escapes the tree"),
+    "a path outside": (["files", 0, "path"], "../x", "leads outside the directory"),
+    "an absolute path": (["files", 0, "path"], "/etc/passwd", "leads outside the directory"),
     "the receipt's name": (["files", 0, "path"], "receipt.json", "is reserved"),
     "a repeated file": (["files", 0, "path"], LARGE, "occurs twice"),
     "no hash": (["files", 0, "sha256"], None, "sha256 and git_sha1 are missing"),

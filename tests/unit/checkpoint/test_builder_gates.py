@@ -161,12 +161,12 @@ def extra_config(value):
 CONFIGS = {
     "no quantization": (lambda config: config.pop("quantization_config"), "quantization_config"),
     "a list": (lambda config: config.update(quantization_config=[]), "quantization_config"),
-    "a list of modules": (extra_config(["lm_head"]), "quantization_config.extra_config is a list"),
-    "a text": (extra_config("lm_head"), "quantization_config.extra_config is a str"),
-    "tied": (lambda config: config.update(tie_word_embeddings=True), "shares the head"),
+    "a list of modules": (extra_config(["lm_head"]), "a key per module, but is a list"),
+    "a text": (extra_config("lm_head"), "a key per module, but is a str"),
+    "tied": (lambda config: config.update(tie_word_embeddings=True), "has tied embeddings"),
     "tied below": (
         lambda config: config["text_config"].update(tie_word_embeddings=True),
-        "shares the head",
+        "has tied embeddings",
     ),
 }
 
@@ -210,8 +210,8 @@ def flip_byte(matrix):
 
 UP = f"{MODULE}.up_proj"
 SCALES = {"dtype": "<u2", "suffix": "weight_scale_inv"}
-OTHER = "donor differs from the base's weight by "
-BAD_SCALES = "donor scales must be finite and above zero"
+OTHER = "FP8 source differs from the base's weight by "
+BAD_SCALES = "FP8 source scales must be finite and positive"
 DAMAGES = {
     "a flipped byte": (edit_weight(flip_byte), "differ from the base by more than rounding"),
     "gate and up exchanged": (exchange_gate_and_up, OTHER),
@@ -222,7 +222,7 @@ DAMAGES = {
     # The grid is square, so shapes do not reveal it.
     "transposed scales": (edit_weight(np.transpose, **SCALES), OTHER),
     "a transposed weight": (edit_weight(np.transpose), OTHER),
-    "all zero": (fill(f"{UP}.weight", b"\0"), "donor weight is all zero"),
+    "all zero": (fill(f"{UP}.weight", b"\0"), "weight in the FP8 source is all zero"),
     "a block of zeros": (
         edit_weight(lambda matrix: np.hstack([matrix[:, :BLOCK] * 0, matrix[:, BLOCK:]])),
         OTHER,
@@ -231,7 +231,7 @@ DAMAGES = {
     "a scale of zero": (set_first(f"{UP}.weight_scale_inv", b"\0\0"), BAD_SCALES),
     "an infinite scale": (set_first(f"{UP}.weight_scale_inv", b"\x80\x7f"), BAD_SCALES),
     "a negative scale": (set_first(f"{UP}.weight_scale_inv", b"\0\xbc"), BAD_SCALES),
-    "a NaN weight": (set_first(f"{UP}.weight", b"\x7f"), "donor weight has NaN codes"),
+    "a NaN weight": (set_first(f"{UP}.weight", b"\x7f"), "weight in the FP8 source has NaN codes"),
 }
 
 

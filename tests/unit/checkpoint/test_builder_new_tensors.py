@@ -157,10 +157,8 @@ def test_rejects_plan_if_no_source_has_mtp_tensors(workshop):
     unmatched = [name for name in plan["donor_unmatched"] if name != "mtp.fc.weight"]
     workshop.mtp.pop("mtp.fc.weight")
     workshop.donor.pop("mtp.fc.weight")
-    assert "MTP tensors to graft" in refused(workshop, **expected, donor_unmatched=unmatched)
-    assert "no donor that supplies" in refused(
-        workshop, **expected, donor=None, shared_experts="keep"
-    )
+    assert "MTP tensors" in refused(workshop, **expected, donor_unmatched=unmatched)
+    assert "no FP8 source for" in refused(workshop, **expected, donor=None, shared_experts="keep")
 
 
 FP8 = "mtp.layers.0.self_attn.q_proj.weight"
@@ -182,9 +180,9 @@ MTP_DAMAGES = {
     "an FP8 weight of zeros": (fill(FP8, b"\0"), FP8, "is all zero"),
     "NaN codes": (fill(FP8, b"\x7f"), FP8, "NaN or infinite"),
     "a NaN code at the end": (set_last(FP8, b"\xff"), FP8, "NaN or infinite"),
-    "a scale of zero": (set_first(SCALE, b"\0\0"), FP8, "finite and above zero"),
-    "an infinite scale": (set_first(SCALE, b"\x80\x7f"), FP8, "finite and above zero"),
-    "a negative scale": (set_first(SCALE, b"\0\xbc"), FP8, "finite and above zero"),
+    "a scale of zero": (set_first(SCALE, b"\0\0"), FP8, "finite and positive"),
+    "an infinite scale": (set_first(SCALE, b"\x80\x7f"), FP8, "finite and positive"),
+    "a negative scale": (set_first(SCALE, b"\0\xbc"), FP8, "finite and positive"),
     "a scale far too large": (set_first(SCALE, b"\xc8\x42"), FP8, "has a scale of 100, but"),
     "a scale far too small": (set_first(SCALE, b"\x8c\x2b"), FP8, "has a scale of 9.9"),
     "missing scales": (lambda donor: donor.pop(SCALE), FP8, "is FP8 without block scales"),

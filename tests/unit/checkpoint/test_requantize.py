@@ -305,8 +305,8 @@ def plan_of(*names):
 @pytest.mark.parametrize(
     ("module", "reason"),
     [
-        ("lm_head", "it is in no layer of the language model or the drafter"),
-        ("mtp.fc", "it is in no layer of the language model or the drafter"),
+        ("lm_head", "it belongs to no layer of the language model or the drafter"),
+        ("mtp.fc", "it belongs to no layer of the language model or the drafter"),
         ("mtp.layers.0.mlp.gate", "it is a gate"),
         ("mtp.layers.0.self_attn.q_norm", "its shape is [64], expected a matrix"),
         (f"{EXPERTS}.8.gate_proj", "the original lacks this weight"),

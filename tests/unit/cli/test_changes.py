@@ -165,7 +165,7 @@ def test_stopping_or_starting_one_member_of_a_cluster_is_rejected(command, monke
     member = host_of("spark-2", "spark-1", "spark-2")
     monkeypatch.setattr(changes, "select_hosts", lambda _, must_serve: [member])
     with pytest.raises(
-        SparkError, match="is in a cluster with spark-1, which you did not select"
+        SparkError, match="is in a cluster with spark-1, which must be selected too"
     ) as error:
         run_tool(command, Options(inventory="own.py"))
     fix = f"spark-deploy {command} spark-1 spark-2 --inventory own.py"

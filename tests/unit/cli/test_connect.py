@@ -56,7 +56,10 @@ def test_connect_sends_clients_of_a_cluster_to_the_head(site, capsys):
     assert main(["connect", "--for", "env"]) == 0
     assert "http://127.0.0.1:8000/v1" in capsys.readouterr().out
     assert main(["connect", "spark-2"]) == 1
-    assert "spark-2: is a cluster worker; its head spark-1 answers" in capsys.readouterr().err
+    assert (
+        "spark-2: is a worker of a cluster; only the head spark-1 answers"
+        in capsys.readouterr().err
+    )
 
 
 def test_litellm_gets_the_models_of_all_services_and_hosts_and_no_key(site, capsys):

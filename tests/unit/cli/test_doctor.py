@@ -42,7 +42,7 @@ def test_doctor_shows_problems_and_warnings_with_fixes():
     }  # fmt: skip
     text = text_of(verdict)
     for part in (
-        "would reject it for 1 reason\n", "REFUSED   disk /: 1 GiB free", "fix: free 9 GiB",
+        "would reject this host for 1 reason\n", "REFUSED   disk /: 1 GiB free", "fix: free 9 GiB",
         "warning   kernel", "stand-ins driver 580+labstub",
     ):  # fmt: skip
         assert part in text
@@ -104,7 +104,7 @@ def test_doctor_counts_files_on_the_host_as_reusable():
     stored = StoredFiles(files=FILES, folders={"a" * 64: "/data/hub"})
     host_survey = dataclasses.replace(survey(containers=[]), stored=stored)
     rows = make_verdict(host_survey, downloads=downloads)["looks"]
-    assert rows["reuse"].startswith("will reuse 40.0 of 72.0 GB found in /data/hub ")
+    assert rows["reuse"].startswith("will reuse 40.0 of 72.0 GB found in /data/hub;")
     assert "reuse" not in make_verdict(survey(containers=[]), downloads=downloads)["looks"]
 
 

@@ -74,7 +74,7 @@ def test_revoking_a_key_keeps_all_other_keys(site, capsys):
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (("add",), "no name given"), (("revoke", "nobody"), "no settings file has this key"),
+        (("add",), "no name given"), (("revoke", "nobody"), "no settings file contains this key"),
         (("add", "anna"), "already exists"), (("add", "Anna B"), "small letters"),
         (("revoke", "anna", "a"), "applies to all hosts"),
     ],

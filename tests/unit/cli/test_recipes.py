@@ -93,12 +93,15 @@ def test_code_and_secrets_of_a_recipe_are_reported_and_not_used():
     }
     assert "--trust-remote-code: third-party code is never run" in text["sparkrun-2.yaml"]
     assert "environment HF_TOKEN" in text["sparkrun-2.yaml"]
-    assert "defaults.never_said: does not appear in the command" in text["sparkrun-2.yaml"]
+    assert "defaults.never_said: the command does not use it" in text["sparkrun-2.yaml"]
     assert "pre_exec: third-party commands are never run" in text["sparkrun-2.yaml"]
     assert "--served-model-name: is set elsewhere" in text["sparkrun-2.yaml"]
     assert "--quantization: is set elsewhere" in text["spark-vllm-docker-1.yaml"]
     assert "mods: your setting images.engine selects" in text["spark-vllm-docker-1.yaml"]
-    assert "features.spec_decoding: the feature is opt-in" in text["vllm-project.yaml"]
+    assert (
+        "features.spec_decoding: the recipe does not enable this feature by default"
+        in text["vllm-project.yaml"]
+    )
     assert "variants.default" in text["vllm-project.yaml"]
     assert "not marked as verified on a DGX Spark" in text["vllm-project.yaml"]
     assert "--seed ${SEED}: the value needs shell expansion" in text["nvidia.yaml"]

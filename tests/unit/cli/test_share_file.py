@@ -156,7 +156,7 @@ def test_add_reports_that_a_shared_revision_moved(shared, other, file, edit, cap
     edit(lambda data: data["model"].update(revision="stable"))
     edit(lambda data: data["sources"]["org/tiny"].update(revision="stable"))
     assert add(other, str(file)) == 0
-    text = "OPEN        org/tiny: stable is now 777777777777; the file has 555555555555"
+    text = "OPEN        org/tiny: stable is now 777777777777, in the file 555555555555"
     assert text in capsys.readouterr().out
 
 

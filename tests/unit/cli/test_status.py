@@ -37,7 +37,7 @@ def document(checks=None, **proof):
             {"title": "fetch a", "state": "done"},
             {"title": "build b", "state": "running", "progress": {"bytes": 1, "total": 4}},
         ],
-        "reboot_pending": "/run/reboot-required is set (libc6)",
+        "reboot_pending": "/run/reboot-required exists (libc6)",
         "memory": {"total_bytes": 16 * 2**30, "available_bytes": 4 * 2**30},
         "live": {"ok": True, "release": RELEASE, "seconds": 0.16},
         "events": {"main": [{"at": "2026-11-21T10:00:00Z", "kind": "stall", "text": "restarted"}]},
@@ -73,7 +73,7 @@ def test_status_of_serving_host_shows_release_last_check_and_differences(tmp_pat
         f"lab-1: lab-stub with v2 as lab-model ({RELEASE})", "the plan is not locked yet",
         "full check, 2 of 2 passed", "days ago", "stand-ins: driver",
         "speed    one stream 31.0 tokens/s", "speed    way back: turn round",
-        "reboot   pending: /run/reboot-required is set (libc6)", "answered in 0.2 s",
+        "reboot   pending: /run/reboot-required exists (libc6)", "answered in 0.2 s",
         "4.0 GiB of 16.0 GiB available, 2 restarts", "build b: running 25 %",
         "2026-11-21T10:00:00Z stall: restarted",
     ):  # fmt: skip
@@ -81,7 +81,7 @@ def test_status_of_serving_host_shows_release_last_check_and_differences(tmp_pat
     assert "fetch a" not in text
 
 
-REUSE = "the first token came after 0.31 s in turn 2 and 4.02 s in turn 1"
+REUSE = "the first token came after 4.02 s in turn 1 and 0.31 s in turn 2"
 WARNING = {"name": "repeat", "ok": False, "detail": "two texts", "severity": "warn"}
 START = {"lowest_bytes": 9 * 2**30, "after_s": 312.0, "floor_bytes": 4 * 2**30}
 
@@ -93,7 +93,7 @@ START = {"lowest_bytes": 9 * 2**30, "after_s": 312.0, "floor_bytes": 4 * 2**30}
         (document([{"name": "prefix reuse", "ok": False, "detail": REUSE}]), REUSE, False),
         (
             {**document(), "unit_overrides": ["/etc/a.conf"]},
-            "add it to expect.unit_overrides",
+            "list it in expect.unit_overrides",
             True,
         ),
         (document([WARNING]), "  warned   repeat: two texts", True),

@@ -128,7 +128,7 @@ def test_preview_of_a_profile_change_shows_the_downtime():
     [
         ({"model": "small"}, "small with agent → large with v2; "),
         ({"profile": "v2"}, "large with v2 with changed settings; "),
-        ({"name": PLAN.release.name}, "large with v2 stays active and will be checked again; "),
+        ({"name": PLAN.release.name}, "large with v2 keeps running and will be checked again; "),
     ],
 )
 def test_preview_shows_old_and_new_release(release, text):
@@ -145,7 +145,7 @@ def test_preview_omits_compilation_if_an_earlier_release_has_the_same_cache(name
 
 @pytest.mark.parametrize(
     ("release", "text"),
-    [(OLD, "it must end before a change to large with v2"),
+    [(OLD, "run this command again after the rollout to change to large with v2"),
      (PLAN.release.name, "this run attaches to it")],
 )  # fmt: skip
 def test_up_attaches_to_a_running_rollout_of_the_same_release_only(release, text):
@@ -204,7 +204,8 @@ def test_preview_shows_changes_of_additional_services(others, monkeypatch):
     assert result["changes"] == others
     assert result["text"].startswith("already serves large with v2")
     assert result["text"].split("; ")[1:] == [
-        "service small: will serve large with v2", "service gone: no longer listed, will stop",
+        "service small: will serve large with v2",
+        "service gone: will stop, because the settings no longer list it",
     ] * others  # fmt: skip
 
 

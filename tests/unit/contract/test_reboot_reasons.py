@@ -24,10 +24,10 @@ CASES: dict[str, tuple[dict[str, str], str]] = {
         "",
     ),
     "kernel of another kind": ({"boot/vmlinuz-6.18.0-1-generic": ""}, ""),
-    "marked": ({"run/reboot-required": ""}, "/run/reboot-required is set (unknown packages)"),
+    "marked": ({"run/reboot-required": ""}, "/run/reboot-required exists (unknown packages)"),
     "marked for packages": (
         {"run/reboot-required": "", "run/reboot-required.pkgs": "libc6\nlibc6\nbash\n"},
-        "/run/reboot-required is set (bash, libc6)",
+        "/run/reboot-required exists (bash, libc6)",
     ),
     "driver upgraded": (
         {MODULE: LOADED, f"{LIBRARY}580.159.03": "", "run/reboot-required": ""},

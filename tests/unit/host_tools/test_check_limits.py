@@ -80,10 +80,10 @@ def unproven_reason(host, run, versions):
 def test_proof_is_valid_only_for_its_result_run_and_versions(host):
     release = host.serving()
     now = check(host, release, "quick").versions
-    assert unproven_reason(host, "run-1", now) == "only the quick check was run"
+    assert unproven_reason(host, "run-1", now) == "only the quick check has run"
     check(host, release, "full")
     assert unproven_reason(host, "run-1", now) is None
-    restarted = "the engine was started after the last check"
+    restarted = "the engine has been restarted since the last check"
     assert unproven_reason(host, "run-2", now) == restarted
     assert "kernel" in str(unproven_reason(host, "run-1", {**now, "kernel": "9"}))
     other = boot.unproven_reason(stored_proof(host, release), "e" * 64, "run-1", now)

@@ -104,7 +104,7 @@ def test_touched_checkpoint_files_are_hashed_once(host, checkpoint):
     os.utime(checkpoint / SHARD)
     replace_file(checkpoint / SMALL, damaged=False)
     [report] = verify(host, checkpoint)
-    assert report.startswith("phase=verify 2 of 2 files")
+    assert report.startswith("phase=verify hashing 2 of 2 files")
     assert verify(host, checkpoint) == []
     receipt = json.loads((checkpoint / "receipt.json").read_text())
     assert receipt["files"] == [entry(checkpoint / SHARD), entry(checkpoint / SMALL)]

@@ -147,7 +147,9 @@ def test_regenerates_cdi_spec_once_after_driver_update(tmp_path, nvidia_ctk):
     for _ in range(2):
         container.refresh_cdi(reports.append, Paths(tmp_path))
     assert calls(nvidia_ctk) == f"cdi generate --output={spec}\n"
-    assert reports == [f"regenerating {spec}: it is for driver {OLD}, but {NEW} is loaded"]
+    assert reports == [
+        f"regenerating {spec} for driver {NEW}, because it was made for driver {OLD}"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -178,5 +180,5 @@ def test_failed_cdi_refresh_does_not_stop_the_start(tmp_path, nvidia_ctk):
     spec = write_specification(tmp_path, SPECIFICATION.format(driver=OLD))
     reports: list[str] = []
     container.refresh_cdi(reports.append, Paths(tmp_path))
-    assert "run it to see why" in reports[-1]
+    assert "to see the error" in reports[-1]
     assert OLD in spec.read_text()

@@ -44,7 +44,7 @@ def test_engine_does_not_start_without_a_passed_gpu_check(host, monkeypatch):
     monkeypatch.setattr(docker, "is_up", lambda: True)
     host.release()
     host.paths.gpu_receipt.unlink()
-    message = "gpu-container.json: no container has proven access to the GPU; fix: run the deploy"
+    message = "gpu-container.json: no container has used the GPU successfully; fix: run the deploy"
     with pytest.raises(HostToolError, match=message):
         serve.prepare(RELEASE, host.paths)
 
@@ -136,7 +136,7 @@ def turns(tmp_path):
 def test_second_start_waits_for_the_first(turns):
     turns.systemd.states = [("activating", "start-post")] * 2 + [("active", "running")]
     turns.wait(EMBED)
-    assert turns.reports == [f"phase=turn waiting for the start of {CHAT}"] * 2
+    assert turns.reports == [f"phase=turn waiting until {CHAT} has started"] * 2
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,10 @@ def test_start_does_not_wait_for_itself_or_for_idle_releases(turns, name, state)
 def test_wait_for_another_start_is_limited(turns):
     turns.systemd.states = [("activating", "start")]
     start_s = turns.wait(EMBED).timeouts.start_s
-    assert turns.reports[-1] == f"phase=turn no longer waiting for the start of {CHAT}"
+    assert (
+        turns.reports[-1]
+        == f"phase=turn starting now, because {CHAT} is still starting after the time limit"
+    )
     assert start_s < turns.clock.seconds < start_s + 5
 
 

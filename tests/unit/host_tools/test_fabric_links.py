@@ -126,7 +126,7 @@ def test_removes_an_unconfirmed_trial(trial):
     assert "ip address delete 192.168.100.11/24 dev fab0" in trial.log()
     assert "ip link set fab0 mtu 1500" in trial.log()
     for verb in ("confirm", "settled"):
-        with pytest.raises(HostToolError, match="not confirmed in time"):
+        with pytest.raises(HostToolError, match="confirmed the new network in time"):
             run(trial, verb)
 
 
@@ -138,7 +138,7 @@ def test_lock_file_of_the_network_trial_is_private(trial):
 def test_power_cut_removes_the_trial(trial):
     shutil.rmtree(trial.paths.below("/run"))
     assert list(trial.paths.below("/etc").rglob("*")) == []
-    with pytest.raises(HostToolError, match="not confirmed in time"):
+    with pytest.raises(HostToolError, match="confirmed the new network in time"):
         run(trial, "confirm")
 
 

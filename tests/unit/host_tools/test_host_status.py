@@ -60,7 +60,7 @@ def test_status_reports_when_a_release_is_proven_or_unproven(host, read_status):
     proven = read_status().release(RELEASE)
     assert (proven.proof.release, proven.proof.level, proven.unproven) == (RELEASE, "full", None)
     assert read_status(InvocationID="run-2").release(RELEASE).unproven == (
-        "the engine was started after the last check"
+        "the engine has been restarted since the last check"
     )
     assert read_status(ActiveState="failed").release(RELEASE).unproven == "not running"
 

@@ -129,7 +129,7 @@ def test_reports_memory_before_and_after_a_job(host, units, tmp_path, monkeypatc
     after = "MemFree: 102760448 kB\\nCached: 3145728 kB\\n"
     write_job(host, f"open({str(meminfo)!r}, 'w').write('{after}'); {WRITE_RECEIPT}")
     assert jobs.run(D12, host.paths) == 0
-    assert "MemFree 100.00 GiB before, 98.00 GiB after" in capfd.readouterr().out
+    assert "MemFree was 100.00 GiB before and 98.00 GiB after" in capfd.readouterr().out
     assert jobs.run(D12, host.paths) == 0, "it is done and does not run again"
     [job] = poll(host)
     assert job["state"] == "done"
@@ -260,8 +260,8 @@ def test_dependents_of_a_failed_job_fail(host, units):
     write_job(host, "pass", THIRD, after=[SECOND])
     jobs.run(FIRST, host.paths)
     third, second, _ = poll(host, THIRD, SECOND, FIRST)
-    assert (second["state"], second["result"]) == ("failed", f"requires job {FIRST}, which failed")
-    assert (third["state"], third["result"]) == ("failed", f"requires job {SECOND}, which failed")
+    assert (second["state"], second["result"]) == ("failed", f"requires the failed job {FIRST}")
+    assert (third["state"], third["result"]) == ("failed", f"requires the failed job {SECOND}")
 
 
 def test_rebuilds_an_incomplete_checkpoint(host):
@@ -328,7 +328,7 @@ def test_full_disk_does_not_hide_the_error_of_a_job(host, units, monkeypatch, ca
     assert jobs.run(D12, host.paths) == 4
     output = capfd.readouterr().out
     assert "error: the disk is full" in output
-    assert "status.json: errno 28" in output
+    assert "status.json: error number 28" in output
     units[JOB.unit(D12)] = {"ActiveState": "failed", "Result": "exit-code", "InvocationID": "r1"}
     queries: list[tuple[Any, ...]] = []
     monkeypatch.setattr(systemd, "journal", lambda *query: queries.append(query) or ["error: full"])

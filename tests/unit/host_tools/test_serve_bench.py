@@ -69,11 +69,11 @@ STREAM, FIRST = "one_stream_tokens_per_s", "first_token_s"
 @pytest.mark.parametrize(
     ("key", "before", "now", "worse"),
     [
-        (STREAM, (50, 51, 52), (30, 31, 32), "one stream: 31.0 tokens/s, 51.0 tokens/s before"),
+        (STREAM, (50, 51, 52), (30, 31, 32), "one stream: now 31.0 tokens/s, before 51.0 tokens/s"),
         (STREAM, (50, 51, 52), (45, 46, 47), None),
         (STREAM, (30, 51, 52), (29, 35, 40), None),
         (STREAM, (50, 51, 52), (70, 71, 72), None),
-        (FIRST, (0.4, 0.5), (0.9, 1.0), "first token of a long prompt: 1.00 s, 0.50 s before"),
+        (FIRST, (0.4, 0.5), (0.9, 1.0), "first token of a long prompt: now 1.00 s, before 0.50 s"),
     ],
 )  # fmt: skip
 def test_only_slowdowns_beyond_noise_are_reported(key, before, now, worse):

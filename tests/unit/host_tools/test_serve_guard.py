@@ -72,7 +72,7 @@ def test_loading_engine_is_killed_if_free_memory_falls_below_the_floor(host, mem
     finding = result.failed[0]
     assert (result.ok, finding.name) == (False, "memory")
     assert finding.detail.startswith(
-        "3.25 GiB of memory are available, the floor is 4.00 GiB; "
+        "3.25 GiB of memory are available, but the floor is 4.00 GiB; "
         "the engine was killed during its start; fix: lower engine.memory_fraction"
     )
     memory = stored_proof(host, release).start_memory
@@ -89,7 +89,7 @@ def test_single_low_memory_sample_is_only_recorded(host, monkeypatch):
 
     assert result.ok, result.failed
     [finding] = [finding for finding in result.checks if finding.name == "memory"]
-    assert finding.detail.startswith("available memory never fell below 3.0 GiB")
+    assert finding.detail.startswith("available memory stayed at or above 3.0 GiB")
     memory = result.start_memory
     assert (memory.lowest_bytes, memory.floor_bytes) == (3 * GIB, FLOOR_BYTES)
 

@@ -94,9 +94,9 @@ def lan(**serve):
     [
         ({"cluster": {"hosts": ["a", "d"]}}, {}, "a: cluster.hosts: 'd' is not in"),
         ({"cluster": {"hosts": ["a"]}}, {}, "cluster.hosts: a is the only host"),
-        (CLUSTER, {"profile": "base"}, "b: profile: differs from a"),
-        (CLUSTER, {"lock_file": "other.yml"}, "b: lock_file: differs from a"),
-        (CLUSTER, {"cluster": {"hosts": []}}, "b: cluster.hosts: is empty, but a lists this host"),
+        (CLUSTER, {"profile": "base"}, "b: profile: differs from the value of a"),
+        (CLUSTER, {"lock_file": "other.yml"}, "b: lock_file: differs from the value of a"),
+        (CLUSTER, {"cluster": {"hosts": []}}, "b: cluster.hosts: is empty, but the list of a"),
         ({"rollout": {"canary": "z"}}, {}, "'z' is not a host in this inventory"),
         ({**REPLICAS, "replicas": {"hosts": ["a", "d"]}}, {}, "a: replicas.hosts: 'd' is not in"),
         ({**REPLICAS, "replicas": {"hosts": ["a"]}}, {}, "replicas.hosts: a is the only host"),
@@ -106,8 +106,8 @@ def lan(**serve):
         ({**REPLICAS, "rollout": {"at_once": 2}}, {}, "rollout.at_once"),
         ({**REPLICAS, **CLUSTER}, {}, "replicas.hosts"),
         ({**REPLICAS, "replicas": {"hosts": ["a", "b"], "port": 8000}}, {}, "replicas.port"),
-        (REPLICAS, {"replicas": {"hosts": []}}, "b: replicas.hosts: is empty, but a lists"),
-        (REPLICAS, {"serve": {"names": ["other"]}}, "b: serve.names: differs from a"),
+        (REPLICAS, {"replicas": {"hosts": []}}, "b: replicas.hosts: is empty, but the list of a"),
+        (REPLICAS, {"serve": {"names": ["other"]}}, "b: serve.names: differs from the value of a"),
     ],
 )
 def test_rejects_contradictory_settings_of_clusters_and_replicas(repository, group, host, message):

@@ -94,8 +94,8 @@ def test_validates_data_given_on_the_command_line(repository):
     [
         ({"limit": ["sprk-1"]}, "--limit sprk-1: matches no host or group"),
         ({"limit": ["spark-1"], "exclude": ["sprk-1"]}, "--exclude sprk-1: matches no host"),
-        ({"exclude": ["spark-*"]}, "leaves no host to run on"),
-        ({"limit": ["spark-1"], "exclude": ["spark-1"]}, "leaves no host to run on"),
+        ({"exclude": ["spark-*"]}, "excludes every host"),
+        ({"limit": ["spark-1"], "exclude": ["spark-1"]}, "excludes every host"),
     ],
 )
 def test_rejects_patterns_that_match_no_host(repository, options, message):

@@ -46,7 +46,7 @@ def test_host_without_pending_reboot_is_not_rebooted():
     ("sections", "cause"),
     [
         (KERNEL, PENDING),
-        ({"reboot": ["required", "libc6"]}, "/run/reboot-required is set (libc6)"),
+        ({"reboot": ["required", "libc6"]}, "/run/reboot-required exists (libc6)"),
         ({"smi": ["NVIDIA GB10, 580.159.03", "rc=0"]},
          "driver module 580.142 is loaded, but library 580.159.03 is installed"),
         ({"smi": MISMATCH},

@@ -340,7 +340,7 @@ def report(active=OLD, is_open=True, **result):
 SERVES, NOTHING = "spark-1 still serves large with agent; ", "spark-1 serves nothing; "
 UNKNOWN = "spark-1 does not report which release it serves; "
 CUT_OFF = {"ended_at": None, "failed_phase": None, "phase": "start", "reason": None}
-MEMORY = "memory: 70.0 GiB needed, but the host has only 64.0 GiB; fix: choose a smaller model"
+MEMORY = "memory: 70.0 GiB are needed, but the host has only 64.0 GiB; fix: choose a smaller model"
 QUOTING = "check first answer: wrong answer to 'Who?': 'a; b; c' does not match 'd'"
 NEVER_READY = "check ready: not ready after 2400 s: no answer; ValueError: Free memory on device"
 

@@ -77,4 +77,4 @@ def test_an_invalid_report_is_reported_and_ignored(tmp_path, capsys):
     (tmp_path / "spark-report-1.json").write_text("# nothing\n")
     write(tmp_path, "spark-report-2.json", host_that_measured(COMPUTED))
     assert plan.read_calibration(tmp_path, CATALOG).reports == 1
-    assert "spark-report-1.json: not used" in capsys.readouterr().err
+    assert "spark-report-1.json for the computed speed" in capsys.readouterr().err

@@ -137,6 +137,6 @@ def test_report_omits_and_lists_an_unreachable_host(tmp_path, monkeypatch, capsy
     captured = capsys.readouterr()
     assert "spark-b7c1: unreachable: no" in captured.err
     assert "spark-a3f2 is host-1 in the report" in captured.err
-    assert "host-1: 17 yes, 1 no, 3 open of 21 questions" in captured.out
+    assert "host-1: 21 questions, 17 yes, 1 no, 3 open" in captured.out
     assert "spark-a3f2" not in out.read_text()
     assert len(read_report(out).hosts) == 1

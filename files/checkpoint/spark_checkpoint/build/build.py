@@ -59,8 +59,8 @@ def build(plan: BuildPlan, progress: Progress, copies: CopyPlan | None = None) -
     if report and plan.layout == "full":
         base_bytes = report["rebuild_fetch_bytes"]["base"]
         note(
-            f"{plan.out_dir}: the base can be removed; "
-            f"a rebuild would then download {base_bytes} bytes"
+            f"{plan.out_dir}: the base is no longer needed; "
+            f"after its removal, a rebuild downloads {base_bytes} bytes"
         )
 
 
@@ -119,7 +119,7 @@ class _Build:
         )
         if actual != expected:
             names = ", ".join(sorted({file[0] for file in actual ^ expected})[:5])
-            problem = f"differs from base and plan in {names}"
+            problem = f"does not match base and plan in {names}"
             raise ValidationError(files_url, problem, BUILD_LOCALLY)
         report = _make_report(plan.base_dir, hashes, changes, changes.size_bytes)
         self._write_receipt(layout, report, receipt.donor_sha256)
@@ -177,7 +177,7 @@ class _Build:
                 plan.donor.url,
                 f"sent tensors with sha256 {sha256}, but the lock has {plan.donor.sha256}",
                 "check whether the hub or a proxy changed the content, then run the command again; "
-                "if the lock is wrong, delete donor_sha256 of this build in the lock file",
+                "if the lock is wrong, delete this build's donor_sha256 from the lock file",
             )
         return spans, sha256
 

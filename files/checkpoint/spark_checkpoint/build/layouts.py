@@ -45,14 +45,14 @@ def check_config(base: Mapping[str, Any], where: str, head: str) -> None:
     per_module = quantization.get("extra_config")  # some exporters write null
     if per_module is not None and not isinstance(per_module, dict):
         problem = (
-            f"quantization_config.extra_config is a {type(per_module).__name__}, but must be an "
-            "object with a key per module"
+            "quantization_config.extra_config must be an object with a key per module, "
+            f"but is a {type(per_module).__name__}"
         )
         raise ValidationError(where, problem, "use another commit of the base, or fix config.json")
     if head == "int8-g128" and any(
         level.get("tie_word_embeddings") for level in _config_sections(base)
     ):
-        problem = "shares the head with the embeddings, so the head cannot be packed separately"
+        problem = "has tied embeddings, so the head cannot be packed separately"
         raise ValidationError(where, problem, "set head: keep")
 
 

@@ -44,8 +44,8 @@ MODULE_LIMIT = 0.04
 BLOCK_LIMIT = 0.08
 _CHUNK_BYTES = 1 << 20
 _EXPONENT_BITS = {"BF16": 0x7F80, "F16": 0x7C00}
-_FIX = "use donor and base of the same model, at the locked commits"
-_MTP_FIX = "download the donor again, or use the FP8 repository of the same model"
+_FIX = "use FP8 source and base of the same model, at the locked commits"
+_MTP_FIX = "download the FP8 source again, or use the FP8 repository of the same model"
 
 _WEIGHTS_AT_ONCE = 64 << 10  # fits in the processor's cache
 # INT8 codes to pack at once, because large blocks need few writes.
@@ -223,7 +223,9 @@ class TensorMaker:
         entry = self.donor[name]
         scales = to_floats(read_span(self.spans[name]), entry.dtype, entry.shape)
         if not np.isfinite(scales).all() or not (scales > 0).all():
-            raise ValidationError(weight_name, "donor scales must be finite and above zero", _FIX)
+            raise ValidationError(
+                weight_name, "FP8 source scales must be finite and positive", _FIX
+            )
         return scales
 
     def _compare(self, module: str) -> Deviation:
@@ -234,17 +236,17 @@ class TensorMaker:
         for weights in _read_weight_rows(self.base, name, self.block):
             comparison.add(weights, np.frombuffer(next(codes), np.uint8).reshape(weights.shape))
         if comparison.any_nan:
-            raise ValidationError(module, "donor weight has NaN codes", _FIX)
+            raise ValidationError(module, "the weight in the FP8 source has NaN codes", _FIX)
         if not comparison.any_nonzero:
-            raise ValidationError(module, "donor weight is all zero", _FIX)
+            raise ValidationError(module, "the weight in the FP8 source is all zero", _FIX)
         deviation = comparison.deviation()
         # `not <=` also finds NaN.
         module_error, worst_block_error, _ = deviation
         if not (module_error <= MODULE_LIMIT and worst_block_error <= BLOCK_LIMIT):
             problem = (
-                f"donor differs from the base's weight by {module_error:.1%} "
-                f"(worst block {worst_block_error:.1%}); FP8 rounding is about 2.6%, "
-                f"the limits are {MODULE_LIMIT:.0%} and {BLOCK_LIMIT:.0%}"
+                f"the FP8 source differs from the base's weight by {module_error:.1%} "
+                f"(limit {MODULE_LIMIT:.0%}), and in the worst block by {worst_block_error:.1%} "
+                f"(limit {BLOCK_LIMIT:.0%}); rounding to FP8 changes a weight by about 2.6%"
             )
             raise ValidationError(module, problem, _FIX)
         return deviation

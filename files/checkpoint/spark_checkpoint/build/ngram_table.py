@@ -40,7 +40,7 @@ _CHUNK_ROWS = 1 << 16
 _SHARD = re.compile(
     r"(model\.language_model\.layers\.(\d+)\.ple\.ple_embedding\.ngram_embedding)\.shard_(\d+)\.weight"
 )
-_FIX = "use another commit of the base, or set the table to keep"
+_FIX = "use another commit of the base, or set ngram_table to keep"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class NgramTable:
             return (
                 lambda *chunk: quantize_to_e2m1(self._read_floats(*chunk), table_scale)
             ), table_scale
-        problem = f"is {dtype}, which cannot become {self.number_format}"
+        problem = f"is {dtype}, which cannot be converted to {self.number_format}"
         raise ValidationError(self.shards[0], problem, _FIX)
 
     def _chunks(self) -> Iterator[tuple[str, int, int]]:

@@ -54,7 +54,7 @@ from spark_checkpoint.tensor_sets import (
 )
 
 _EMBEDDING = "model.language_model.embed_tokens.weight"
-_FIX = "download the donor again, or use the FP8 repository of the same model"
+_FIX = "download the FP8 source again, or use the FP8 repository of the same model"
 
 # Shapes of MTP tensors as multiples of sizes in config.json; the key "" accepts any size.
 _Shape = tuple[tuple[int, str], ...]
@@ -111,9 +111,9 @@ def check_sources(plan: BuildPlan, base: Checkpoint, config: Mapping[str, Any]) 
     elif mtp_missing:
         raise ValidationError(
             str(base.directory),
-            f"lacks {len(mtp_missing)} MTP tensors, and the plan has no donor that supplies them: "
+            f"lacks {len(mtp_missing)} MTP tensors, but the plan has no FP8 source for them: "
             f"{list_names(mtp_missing)}",
-            "use a profile with a donor, or a base with MTP tensors",
+            "use a profile with an FP8 source, or a base with MTP tensors",
         )
     return Sources(base, donor, modules, mtp_missing)
 
@@ -209,10 +209,10 @@ def _check_donor_names(
     modules = swapped_modules(plan)
     needed = [module + suffix for module in modules for suffix in (WEIGHT, SCALE)]
     if plan.compares_with_donor:
-        check_same_names(where, "donor weights and scales", names & set(needed), needed)
+        check_same_names(where, "weights and scales of the FP8 source", names & set(needed), needed)
     unmatched = unmatched_donor_names(names, base, modules)
     expected = expand_all(plan.donor_unmatched)
-    check_same_names(where, "donor names that the base lacks", unmatched, expected)
+    check_same_names(where, "names in the FP8 source that the base lacks", unmatched, expected)
     return needed
 
 
@@ -328,7 +328,7 @@ def _match_donor(checkpoint: InspectedCheckpoint, plan: BuildPlan) -> str:
     _check_donor_names(checkpoint.source, plan, tensors.keys(), base)
     planned = planned_shapes(plan)
     _check_donor_weights(plan, tensors, {name: planned[name].weight for name in planned}, planned)
-    return f"the plan's donor, with {len(swapped_modules(plan))} modules"
+    return f"the plan's FP8 source, with {len(swapped_modules(plan))} modules"
 
 
 def match_plan_names(checkpoint: InspectedCheckpoint, plan: BuildPlan) -> str:
@@ -350,11 +350,11 @@ def match_plan_names(checkpoint: InspectedCheckpoint, plan: BuildPlan) -> str:
     is_overlay = any(name != original_name(name) for name in names)
     if is_overlay or not (new - expected).isdisjoint(names):
         check_result_names(checkpoint.source, names, plan, "overlay" if is_overlay else "full")
-        return f"a {_KINDS[plan.shared_experts]} with exactly the plan's names"
+        return f"a {_KINDS[plan.shared_experts]} with the names in the plan"
     mtp = expand_all(plan.mtp_tensors)
     present_mtp = {name for name in names if name.startswith(MTP_PREFIX)}
     check_same_names(checkpoint.source, "base tensors", names - present_mtp, expected)
     if present_mtp - mtp:
         check_same_names(checkpoint.source, "MTP tensors", present_mtp, mtp)
     missing = len(mtp - present_mtp)
-    return f"the plan's base ({missing} MTP tensors to graft)" if missing else "the plan's base"
+    return f"the plan's base, which lacks {missing} MTP tensors" if missing else "the plan's base"

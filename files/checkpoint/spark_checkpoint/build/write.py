@@ -126,7 +126,7 @@ class VerifiedSource:
         self._skip_to(self._size_bytes)
         self._dropper.finish()
         if read_stamp(self._fd) != self._stamp or self._stamp.size_bytes != self._size_bytes:
-            fix = "do not change the base during a build, and run the command again"
+            fix = "run the command again, and do not change the base during the build"
             raise ValidationError(str(self._path), "was changed while it was read", fix)
 
     def _skip_to(self, offset: int) -> None:
@@ -157,7 +157,7 @@ class VerifiedSource:
             raise ValidationError(
                 str(self._path),
                 f"has sha256 {sha256} in bytes {self._piece_begin} to {self._position}, "
-                f"but the receipt lists {piece.sha256}",
+                f"but sha256 {piece.sha256} in the receipt",
                 "delete the source directory and download it again",
             )
         self._piece_begin, self._hasher = self._position, hashlib.sha256()

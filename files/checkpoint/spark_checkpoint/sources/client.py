@@ -103,8 +103,8 @@ class HttpClient:
         has_other_hash = locked_hash is not None and announced_hash != locked_hash
         if size_bytes not in (None, file.size_bytes) or has_other_hash:
             problem = (
-                f"the hub offers {size_bytes} bytes with hash {announced_hash}, but the lock has "
-                f"{file.size_bytes} bytes with hash {file.sha256 or file.git_sha1}"
+                f"the hub offers {size_bytes} bytes with hash {announced_hash}, "
+                f"but the lock has {file.size_bytes} bytes with hash {file.sha256 or file.git_sha1}"
             )
             raise ValidationError(url, problem, "lock the repository again")
 
@@ -283,7 +283,7 @@ class HttpClient:
     def _record_announcement(self, url: str, headers: Mapping[str, str]) -> None:
         commit, requested = headers.get("X-Repo-Commit"), _COMMIT.search(url)
         if commit and requested and commit != requested[1]:
-            problem = f"the hub sent another commit, {commit}"
+            problem = f"the hub sent the other commit {commit}"
             raise ValidationError(url, problem, "lock the repository again")
         size = headers.get("X-Linked-Size", "")
         tag = headers.get("X-Linked-ETag", "").removeprefix("W/").strip('"')
@@ -347,8 +347,8 @@ def _check_length(
 
 def _parse_content_range(url: str, response: BaseHTTPResponse) -> tuple[int, int, int]:
     if response.status != 206:
-        raise RangeUnsupportedError(url, "sends the whole file for a range request", _OTHER_SOURCE)
+        raise RangeUnsupportedError(url, "sends the whole file instead of a range", _OTHER_SOURCE)
     match = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", "").strip())
     if not match:
-        raise TransferError(url, "sends a part without a valid Content-Range", _OTHER_SOURCE)
+        raise TransferError(url, "sends a range without a valid Content-Range", _OTHER_SOURCE)
     return int(match[1]), int(match[2]), int(match[3])

@@ -154,7 +154,7 @@ class RetryBudget:
         pause_s = max(pause_s, requested_s)
         remaining_s = max(0.0, self._outage_s - waited_s)
         limit = f", for {remaining_s / 60:.0f} more minutes" if remaining_s > _PAUSE_LIMIT_S else ""
-        note(f"retry: {self._url}: {reason}; next try in {pause_s:.1f} s{limit}")
+        note(f"{self._url}: {reason}; trying again in {pause_s:.1f} s{limit}")
         self._paused_s += pause_s
         if self._canceled.wait(pause_s):
             raise cancellation_error(self._url) from error

@@ -124,8 +124,8 @@ class UrlDonor:
         for name in required:
             shard = self._index[name]
             if name not in self._headers[shard].tensors:
-                problem = f"lacks {name}, but the donor's index lists it in this file"
-                fix = "use another commit of the donor"
+                problem = f"lacks {name}, which the index of the FP8 source lists in this file"
+                fix = "use another commit of the FP8 source"
                 raise ValidationError(self._files.url(shard), problem, fix)
             tensors[name] = self._headers[shard].tensors[name]
         return tensors

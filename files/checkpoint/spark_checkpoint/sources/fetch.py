@@ -145,9 +145,9 @@ class _Download:
             with pin_file(path, file.size_bytes) as source:
                 return self._link_or_copy(file, source, path)
         except OSError as error:
-            note(f"look_in: {path}: {error.strerror}; not used")
+            note(f"look_in: skipping {path}: {error.strerror}")
         except TransferError as error:
-            note(f"look_in: {error}; not used")
+            note(f"look_in: skipping a file: {error}")
         return False
 
     def _link_or_copy(self, file: fetching.FetchFile, source_fd: int, path: Path) -> bool:
@@ -163,7 +163,7 @@ class _Download:
             if not os.fstat(source_fd).st_mode & stat.S_IROTH:
                 raise PermissionError(errno.EPERM, "not readable by everyone", str(path))
             if why_writable_by_others(source_fd) is not None:
-                raise PermissionError(errno.EPERM, "others could change it later", str(path))
+                raise PermissionError(errno.EPERM, "other accounts can change the file", str(path))
             # With src_dir_fd Python follows the link in /proc.
             os.link(source_path, target, src_dir_fd=source_fd, follow_symlinks=True)
         except OSError:
@@ -202,7 +202,7 @@ class _Download:
         if self._try_urls(file, self.client, failures):
             return
         if not failures:
-            problem = "is in none of the directories in look_in"
+            problem = "is missing from all directories in look_in"
             raise TransferError(file.path, problem, "also set urls")
         mismatches = [failure for failure in failures if isinstance(failure, ValidationError)]
         raise (mismatches or failures)[-1]

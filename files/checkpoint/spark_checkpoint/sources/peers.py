@@ -31,7 +31,7 @@ _TIMEOUT_S = 10.0
 _WAIT_FACTOR = 20  # times the patience for a small file, because peers may fetch others first
 _PROGRESS_BYTES = 4096
 _RECEIPT_LIMIT_BYTES = 64 << 20
-BUILD_LOCALLY = "do nothing: the checkpoint is built on this host instead"
+BUILD_LOCALLY = "do nothing, because this host builds the checkpoint itself"
 _DATA_SUFFIXES = (".safetensors", ".json", ".jinja", ".txt", ".model", ".md")
 
 
@@ -77,7 +77,7 @@ class Peers:
                 return False
             if time.monotonic() > deadline:
                 for peer in active if expected_s > self._patience_s else ():
-                    note(f"peer: {peer.url}: not used again, because {path} took too long")
+                    note(f"peer: {peer.url} is not used again, because {path} took too long")
                     peer.skipped_until = float("inf")
                 return False
             if time.monotonic() > next_note:
@@ -103,7 +103,7 @@ class Peers:
         try:
             return HttpClient(transfer, self._plan.peers.urls, direct=True, stop=self._stop)
         except HostToolError as error:
-            note(f"peers not used: {error}")
+            note(f"no peer is used: {error}")
             return None
 
     def _fetch_from(
@@ -145,7 +145,7 @@ class Peers:
                 peer.progress, peer.progressed_at = progress, now
             if now - peer.progressed_at < self._patience_s or peer.skipped_until > now:
                 return peer.skipped_until <= now
-            note(f"peer: {peer.url}: skipped for {SKIP_S:.0f} s: {peer.problem}")
+            note(f"peer: {peer.url} is skipped for {SKIP_S:.0f} s: {peer.problem}")
             peer.skipped_until = now + SKIP_S
             return False
 
@@ -201,7 +201,7 @@ def copy_requantized(
     original = {file.path for file in plan.original.files}
     for path in {file.path for file in receipt.files} - original:
         if "/" in path or not path.endswith(_DATA_SUFFIXES):
-            problem = "is not a file of the result"
+            problem = "is not a file of the checkpoint"
             raise ValidationError(files_url + quote(path), problem, BUILD_LOCALLY)
     client = HttpClient(transfer, (files_url,), direct=True)
     size_bytes = sum(file.size_bytes for file in receipt.files)

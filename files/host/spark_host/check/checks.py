@@ -27,16 +27,16 @@ def check_embedding(probe: Probe) -> str:
     vectors = [_vector(item) for item in items]
     sizes = {len(vector) for vector in vectors}
     if len(vectors) != 3 or len(sizes) != 1:
-        raise CheckError(f"three texts have {len(vectors)} embeddings with {sorted(sizes)} numbers")
+        raise CheckError(f"three texts gave {len(vectors)} embeddings of {sorted(sizes)} numbers")
     width = probe.plan.width
     if width is not None and sizes != {width}:
         text = f"an embedding has {sizes.pop()} numbers, but the model's width is {width}"
         raise CheckError(text)
     near, far = (_cosine(vectors[0], other) for other in vectors[1:])
     if not near > far:
-        text = f"a similar text is not closer ({near:.3f}) than a different text ({far:.3f})"
+        text = f"a similar text (cosine {near:.3f}) is not closer than a different text ({far:.3f})"
         raise CheckError(text)
-    return f"{len(vectors[0])} numbers; similar texts {near:.3f}, different texts {far:.3f}"
+    return f"{len(vectors[0])} numbers; cosine {near:.3f} for similar and {far:.3f} for other texts"
 
 
 def check_embedding_repeat(probe: Probe) -> str:
@@ -45,9 +45,9 @@ def check_embedding_repeat(probe: Probe) -> str:
     first, second = _vector(alone[0]), _vector((batch + [None] * 2)[1])
     cosine = _cosine(first, second) if len(first) == len(second) else 0.0
     if cosine < 0.99:
-        text = f"the same text has a different embedding in a batch (cosine {cosine:.3f})"
+        text = f"a text has another embedding in a batch than alone (cosine {cosine:.3f})"
         raise CheckError(text)
-    return f"the same text has the same embedding in a batch (cosine {cosine:.4f})"
+    return f"a text has the same embedding in a batch and alone (cosine {cosine:.4f})"
 
 
 def check_ranking(probe: Probe) -> str:
@@ -72,13 +72,13 @@ def check_classification(probe: Probe) -> str:
     batch = _probabilities(probe, [_FAR, _QUESTION])
     if len(batch) != 2 or any(len(numbers) != len(alone) for numbers in batch):
         sizes = [len(numbers) for numbers in batch]
-        text = f"a batch of two texts has {sizes} classes, but a single text has {len(alone)}"
+        text = f"texts in a batch have {sizes} classes, but a single text has {len(alone)}"
         raise CheckError(text)
     if max(abs(a - b) for a, b in zip(alone, batch[1], strict=True)) > 0.02:
-        raise CheckError("the same text has different class probabilities in a batch")
+        raise CheckError("a text has other class probabilities in a batch than alone")
     if len(alone) > 1 and batch[0] == batch[1]:
         raise CheckError("two texts on different subjects have identical class probabilities")
-    return f"{len(alone)} classes, the same in a batch"
+    return f"{len(alone)} classes, with the same probabilities in a batch"
 
 
 def _probabilities(probe: Probe, texts: list[str]) -> list[list[float]]:
@@ -234,7 +234,7 @@ def check_log_lines(probe: Probe) -> str:
         if line is None:
             raise CheckError(f"the log ({len(lines)} lines) has no line matching {pattern!r}")
         probe.load_lines.append(line)
-    return f"{len(probe.plan.log_required)} required log lines are present, no forbidden line is"
+    return f"{len(probe.plan.log_required)} required log lines are present, and no forbidden line"
 
 
 def check_health(probe: Probe) -> str:

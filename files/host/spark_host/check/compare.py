@@ -72,14 +72,14 @@ class Comparison:
     def __str__(self) -> str:
         share = self.same_top / self.steps if self.steps else 0.0
         lines = [
-            f"{self.recorded} and {self.running}: identical answers to {self.same_answers} of "
-            f"{self.prompts} prompts",
+            f"{self.recorded} and {self.running}: "
+            f"identical answers to {self.same_answers} of {self.prompts} prompts",
             f"  {self.steps} steps after a shared prefix: same top token in {share:.2%}, "
-            f"KL divergence {self.mean_nats:.2g} nats on average, {self.max_nats:.2g} at most "
-            f"(prompt {quote(self.max_nats_prompt)})",
+            f"KL divergence {self.mean_nats:.2g} nats on average, "
+            f"{self.max_nats:.2g} nats at most (prompt {quote(self.max_nats_prompt)})",
         ]
         for prompt, recorded, running in self.different[:_MAX_EXAMPLES]:
-            lines.append(f"  {quote(prompt)}: {quote(recorded)} against {quote(running)}")
+            lines.append(f"  {quote(prompt)}: recorded {quote(recorded)}, now {quote(running)}")
         return "\n".join(lines)
 
 
@@ -193,7 +193,7 @@ def read_prompts(path: Path) -> list[str]:
         raise HostToolError(str(path), f"cannot be read: {error}", fix, 2) from error
     prompts = list(dict.fromkeys(lines))
     if not prompts or len(prompts) > _MAX_PROMPTS or len(data) > _MAX_BYTES:
-        message = f"has {len(prompts)} prompts in {len(data)} bytes"
+        message = f"contains {len(prompts)} prompts in {len(data)} bytes"
         raise HostToolError(str(path), message, fix, 2)
     return prompts
 
@@ -230,7 +230,7 @@ def main(args: list[str], host: Host) -> int:
             print(to_json(to_plain(comparison)) if as_json else comparison, flush=True)
         case ["--record", *file], False if len(file) < 2:
             recording = _record_answers(file[0] if file else None, host)
-            text = f"{len(recording.answers)} answers recorded; after a change, run"
+            text = f"{len(recording.answers)} answers recorded; to compare after a change, run"
             print(f"{recording.release}: {text} `spark-check --compare {recording.release}`")
         case _:
             usage = "use --record [FILE], or --compare RELEASE [--json]"

@@ -55,7 +55,7 @@ def check_answers(probe: Probe, only: tuple[Question, ...] = ()) -> str:
         answer = probe.ask(question.prompt, question.max_tokens, thinking=question.thinking)
         _check_answer(question, answer, severity="warn" if question.thinking else None)
         last = f"{quote(question.prompt, 40)} with {quote(answer, 40)}"
-    return f"{len(questions)} questions were answered correctly, such as {last}"
+    return f"{len(questions)} questions were answered correctly, for example {last}"
 
 
 def check_copies(probe: Probe) -> str:
@@ -218,8 +218,8 @@ def check_prefix_reuse(probe: Probe) -> str:
         probe.tokens_seen += answer.tokens
         if turn == 1 and answer.prompt_tokens <= block_tokens:
             raise CheckError(
-                f"the first turn has {answer.prompt_tokens} tokens, but a cache block has "
-                f"{block_tokens}, so no block could be cached"
+                f"the first turn has {answer.prompt_tokens} tokens, "
+                f"which do not fill a cache block of {block_tokens} tokens"
             )
         if _NUMBER not in answer.text:
             text = f"wrong answer in turn {turn} of a long conversation: {quote(answer.text)}"
@@ -230,8 +230,8 @@ def check_prefix_reuse(probe: Probe) -> str:
         if turn > 1:
             hits.append(_wait_for_hits(probe, hits_before, turn))
     return (
-        f"the first token came after {waits[1]:.2f} s in turn 2 and {waits[0]:.2f} s in turn 1; "
-        f"turns 2 and 3 found {hits[0]:.0f} and {hits[1]:.0f} cached tokens"
+        f"the first token came after {waits[0]:.2f} s in turn 1 and {waits[1]:.2f} s in turn 2; "
+        f"turn 2 found {hits[0]:.0f} cached tokens, turn 3 {hits[1]:.0f}"
     )
 
 
@@ -296,7 +296,9 @@ def check_sound(probe: Probe) -> str:
         answer = probe.stream([question], 32)
         probe.tokens_seen += answer.tokens
         counts.append(answer.prompt_tokens)
-    result = f"{_SECONDS[0]} s and {_SECONDS[1]} s of sound took {counts[0]} and {counts[1]} tokens"
+    result = (
+        f"{_SECONDS[0]} s of sound took {counts[0]} tokens, {_SECONDS[1]} s took {counts[1]} tokens"
+    )
     if not counts[1] > counts[0]:
         raise CheckError(result)
     return result

@@ -193,7 +193,7 @@ def _judge_memory(guard: StartGuard, *, ready: bool) -> Finding:
     if memory is None:
         return Finding(MEMORY, False, "not measured", 0.0)
     lowest, floor = memory.lowest_bytes / GIB, memory.floor_bytes / GIB
-    text = f"available memory never fell below {lowest:.1f} GiB during startup "
+    text = f"available memory stayed at or above {lowest:.1f} GiB during startup "
     text += f"(lowest after {memory.after_s:.0f} s; minimum allowed {floor:.1f} GiB)"
     return Finding(MEMORY, True, text + (failures and f"; {failures}"), 0.0)
 

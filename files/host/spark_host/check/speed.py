@@ -107,7 +107,7 @@ def compare(
         else:
             percent, is_disjoint = 100 * (ratio - 1), new["min"] > old["max"]
         if percent > worse_percent and is_disjoint:
-            text = f"{item.title}: {item.format(new)}, {item.format(old)} before"
+            text = f"{item.title}: now {item.format(new)}, before {item.format(old)}"
             worse.append({"key": item.key, "percent": round(percent), "text": text})
     return worse
 

@@ -26,7 +26,7 @@ _LEFTOVERS = {
     "docker.io": ("/etc/docker", "/etc/cni", "/var/lib/containerd"),
     "nginx-light": ("/var/www",),
 }
-_KEEP_ENGINE = "other software may use it by now; to remove it, use --data uninstall.engine=true"
+_KEEP_ENGINE = "other software may use it; to remove it, add --data uninstall.engine=true"
 # We never start this unit: if it runs, the owner uses the package.
 _NOT_STARTED = {"nginx-light": "nginx.service"}
 
@@ -118,7 +118,7 @@ def package_items(
     engine_and_gpu = (*footprint.engine_packages, *footprint.gpu_packages)
     names = [name for name in (*footprint.packages, *engine_and_gpu) if name in present]
     if before is None:
-        reason = "unknown whether it was installed before"
+        reason = "it may have been installed before the first deploy"
         return [ManagedItem("package", name, 0, reason) for name in names]
     added = [name for name in names if name not in before.packages]
     items = []
@@ -213,7 +213,7 @@ def changed_shared_files(
         if current is None or current == original:
             continue
         has_original = before is not None or original is not None
-        reason = "" if has_original else "the earlier content is unknown; remove our part manually"
+        reason = "" if has_original else "the earlier content is unknown; remove our lines manually"
         if path == footprint.daemon_json:
             if _without_our_keys(current, original, footprint) == _parse(current):
                 continue

@@ -207,5 +207,5 @@ def remove_folder(path: Path) -> None:
         path.rename(aside)
         files.sync_directory(path.parent)
     if not remove_tree(aside):
-        fix = f"run `rm -rf {aside}` to see why, then run again"
+        fix = f"run `rm -rf {aside}` to see the error, then run the command again"
         raise HostToolError(str(aside), "cannot be removed", fix)

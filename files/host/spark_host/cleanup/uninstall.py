@@ -44,7 +44,7 @@ _RECORDS = frozenset(
 )  # fmt: skip
 _BASELINE = "note"  # the kind of the baseline, which is removed last
 _MANAGED = "Managed by dgx-spark-deploy"
-_KEEP_MODELS = "models are kept; to remove them, use --data uninstall.models=true"
+_KEEP_MODELS = "models are kept; to remove them, add --data uninstall.models=true"
 _KEEP_NETWORK = "other hosts may use it; run `spark-deploy fabric --restore` first"
 _UNMANAGED = "not created by this project"
 _NEEDS_BASELINE = ("package", "tree", "source", "image", "settings")
@@ -98,13 +98,13 @@ def read_manifest(footprint: Footprint, paths: Paths) -> UninstallManifest:
         things += [*baseline.changed_host_settings(footprint, before), *packages]
     things += [*baseline.package_leftovers(before, paths), *_tools_and_records(paths)]
     if things:
-        reason = "lets this project log in"
+        reason = "this project needs it to log in"
         access = (path for path in footprint.access_files if paths.below(path).exists())
         things += [ManagedItem("access", path, 0, reason) for path in access]
     things += _empty_folders(footprint, before, paths) if deployed else []
     if (paths.state / baseline.RECORD_NAME).exists():
         needed = any(thing.kept_because and thing.kind in _NEEDS_BASELINE for thing in things)
-        reason = "needed until the kept parts are removed" if needed else ""
+        reason = "a later uninstall of the kept resources needs it" if needed else ""
         things.append(ManagedItem(_BASELINE, str(paths.state / baseline.RECORD_NAME), 0, reason))
     return UninstallManifest(before.at if before else None, tuple(things))
 
@@ -113,7 +113,7 @@ def _unmanaged_containers() -> UnmanagedContainers:
     if docker.client("version").returncode == 127:
         return UnmanagedContainers([], [], set())
     if not docker.is_up():
-        fix = "run `systemctl start docker`, then run again"
+        fix = "run `systemctl start docker`, then run the command again"
         raise HostToolError("docker", "does not respond, so its containers are unknown", fix)
     engines = set(docker.engine_containers())
     names, gpu, images = [], [], set()

@@ -269,4 +269,4 @@ def _read_chunks(response: _Response) -> Iterator[bytes]:
     except (OSError, HTTPException, ValueError) as error:
         raise EngineError(f"the response broke off: {type(error).__name__}: {error}") from error
     if response.length:
-        raise EngineError(f"the response broke off with {response.length} bytes missing")
+        raise EngineError(f"the response ended {response.length} bytes early")

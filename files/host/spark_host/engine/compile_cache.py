@@ -50,7 +50,7 @@ def prepare(release: Release, host: Host, report: Report) -> None:
     if source is None or not _copy(host.paths.below(str(source.cache)), folder, report):
         source, owner = None, find_account(release.engine.user)
         folders.create(folder, owner.pw_uid, owner.pw_gid, 0o755)
-        report(f"{PHASE}cache the compile cache starts empty")
+        report(f"{PHASE}cache starting with an empty compile cache")
     _write(state_file, CompileCache(driver, source.name if source else None, run), host, report)
 
 

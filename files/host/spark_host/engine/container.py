@@ -89,10 +89,10 @@ def refresh_cdi(report: Report, paths: Paths) -> None:
         version = libcuda_version(text)
         if "nvidia.com/gpu" not in text or version in ("", driver):
             continue
-        report(f"regenerating {spec}: it is for driver {version}, but {driver} is loaded")
+        report(f"regenerating {spec} for driver {driver}, because it was made for driver {version}")
         if read_output("nvidia-ctk", "cdi", "generate", f"--output={spec}") is None:
             # Containers may get the GPU without CDI.
-            report(f"nvidia-ctk cdi generate --output={spec} failed; run it to see why")
+            report(f"failed; run `nvidia-ctk cdi generate --output={spec}` to see the error")
 
 
 def open_process(container: str) -> int | None:

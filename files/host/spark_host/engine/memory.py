@@ -87,7 +87,7 @@ class MemoryFloor:
         if self.low_samples < _LOW_SAMPLES:
             return None
         text = f"{available / GIB:.2f} GiB of memory are available"
-        return f"{text}, the floor is {self.bytes / GIB:.2f} GiB"
+        return f"{text}, but the floor is {self.bytes / GIB:.2f} GiB"
 
 
 def wait_for_memory(release: Release, report: Report, poll_s: float = _POLL_INTERVAL_S) -> None:

@@ -120,7 +120,7 @@ def find_problem(release: Release, paths: Paths) -> HostToolError | None:
         docker.gpu_arguments(paths)
         needed_gib, total_gib = release.memory.needed_bytes / GIB, meminfo()["MemTotal"] / GIB
         if needed_gib > total_gib:
-            message = f"{needed_gib:.1f} GiB needed, but the host has only {total_gib:.1f} GiB"
+            message = f"{needed_gib:.1f} GiB are needed, but the host has only {total_gib:.1f} GiB"
             raise HostToolError("memory", message, "choose a smaller model, context or profile")
         verify_checkpoints(release, log)
     except HostToolError as error:
@@ -157,9 +157,11 @@ def wait_for_turn(release: Release, host: Host, report: Report) -> None:
     deadline = host.clock.monotonic() + release.timeouts.start_s
     while (other := _claim_turn(release, host)) is not None:
         if host.clock.monotonic() > deadline:
-            report(f"{PHASE}turn no longer waiting for the start of {other}")
+            report(
+                f"{PHASE}turn starting now, because {other} is still starting after the time limit"
+            )
             return
-        report(f"{PHASE}turn waiting for the start of {other}")
+        report(f"{PHASE}turn waiting until {other} has started")
         host.clock.sleep(2)
 
 
@@ -269,8 +271,8 @@ def _verify_changed_files(path: Path, report: Report) -> None:
     if receipt is None or not touched:
         return
     report(
-        f"{PHASE}verify {len(touched)} of {len(receipt.files)} files of {path} changed since they "
-        f"were hashed, including {touched[0]}; hashing them again"
+        f"{PHASE}verify hashing {len(touched)} of {len(receipt.files)} files of {path} again, "
+        f"because they changed after the last hash, for example {touched[0]}"
     )
     # This takes minutes; the progress goes to the journal.
     result = subprocess.run(

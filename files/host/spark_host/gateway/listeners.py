@@ -84,10 +84,10 @@ def tailscale_address() -> tuple[str | None, str | None]:
     result = run_program(["tailscale", "ip", "-4"], _TAILSCALE_TIMEOUT_S)
     lines = result.stdout.split()
     if result.returncode != 0 or not lines:
-        reason = error_line(result) if result.returncode else "it has no address"
+        reason = error_line(result) if result.returncode else "the host has no address"
         return None, f"tailscale is not up: {reason}"
     if not _is_local(lines[0]):
-        return None, f"no interface of this host has tailscale's address {lines[0]}"
+        return None, f"no interface of this host has the tailscale address {lines[0]}"
     return lines[0], None
 
 

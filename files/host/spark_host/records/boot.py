@@ -122,7 +122,7 @@ def reason_not_to_start(release: Release, host: Host) -> str | None:
     if waits_for_request(release.service, host):
         return f"service {release.service} waits for a request"
     good = _other_known_good(release, host)
-    return f"{good} is the last known-good release" if good else None
+    return f"the last known-good release is {good}" if good else None
 
 
 def _other_known_good(release: Release, host: Host) -> str | None:
@@ -310,8 +310,8 @@ def unproven_reason(
     if not proof.ok:
         return "the last check failed"
     if not invocation_id or proof.invocation_id != invocation_id:
-        return "the engine was started after the last check"
+        return "the engine has been restarted since the last check"
     if not proof.last_full:
-        return "only the quick check was run"
+        return "only the quick check has run"
     differences = describe_changes(proof.last_full.versions, current_versions)
     return f"changed since the full check: {', '.join(differences)}" if differences else None

@@ -118,11 +118,11 @@ def revert_hints(service: str, before: dict[str, Any], now: dict[str, Any]) -> l
     if "kernel" in differ:
         system = _distribution_name()
         entry = f"Advanced options for {system}>{system}, with Linux {old.get('kernel')}"
-        hints.append(f"run `grub-reboot '{entry}' && reboot` to boot the earlier kernel once")
+        hints.append(f"run `grub-reboot '{entry}' && reboot` to boot once with the earlier kernel")
     if "driver" in differ:
         hints.append(
-            f"restore driver {old.get('driver')} and the matching kernel with the vendor's tools "
-            "(DGX Dashboard, recovery image), because this project never changes drivers"
+            f"restore driver {old.get('driver')} and the matching kernel "
+            "with NVIDIA's DGX Dashboard or recovery image; this project never changes drivers"
         )
     return hints
 

@@ -44,7 +44,7 @@ class Record:
         try:
             self._host.disk.write(self._path, self.data)
         except OSError as error:
-            log(f"cannot write the record of the rollout: {error}")
+            log(f"cannot write the state of the rollout: {error}")
             self.unwritten = error
 
     def report(self, text: str) -> None:

@@ -77,7 +77,7 @@ def _find_obstacle(release: Release, host: Host, record: Record) -> HostToolErro
             return HostToolError(release.service, "was stopped on purpose", fix)
         if error := record.unwritten:
             message = f"cannot be written: {error.strerror}"
-            fix = "free space on its disk (`df -h`, or run deploys/prune.py), then deploy again"
+            fix = "free space on its disk (see `df -h`, or run deploys/prune.py), then deploy again"
             return HostToolError(str(error.filename), message, fix)
         problem = host.engines.find_problem(release, host.paths)
         return problem or host.gateway.find_problem(release, host.paths)
@@ -96,7 +96,7 @@ def _passes_check(release: Release, host: Host, record: Record) -> bool:
 
 
 def roll_back(release: Release, old: Release | None, host: Host, record: Record) -> None:
-    record.report(f"failed in {record.data.failed_phase}: {record.data.reason}")
+    record.report(f"the rollout failed in phase {record.data.failed_phase}: {record.data.reason}")
     with record.phase("rollback"):
         # Before the start, a candidate has only logs of earlier runs.
         if not record.data.log_tail and record.data.failed_phase not in _BEFORE_START:
@@ -133,7 +133,7 @@ def _withdraw(release: Release, host: Host, record: Record) -> None:
         try:
             step()
         except OSError as error:  # restoring the old release is more important
-            record.report(f"cannot withdraw the candidate: {error}")
+            record.report(f"cannot remove the state of the new release: {error}")
 
 
 def _restore(old: Release, host: Host, record: Record) -> str | None:
@@ -271,7 +271,7 @@ def _find_target(service: str, name: str | None, host: Host) -> str:
         return record.release
     target = next((previous for previous in record.previous if previous in available), None)
     if target is None:
-        message = "no earlier proven release is kept on this host"
+        message = "this host has no earlier proven release"
         fix = "change model or profile in group_vars, then run deploy.py"
         raise HostToolError(service, message, fix)
     return target

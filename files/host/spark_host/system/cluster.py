@@ -30,8 +30,10 @@ def rank(release: Release, paths: Paths) -> int:
     ranks = [number for number, member in enumerate(members) if member.address in addresses]
     if len(ranks) != 1:
         named = ", ".join(f"{member.host} {member.address}" for member in members)
-        message = f"this host has {len(ranks)} of the members' addresses ({named}), expected one"
-        fix = "restore the addresses on the fabric, or deploy all members again"
+        message = (
+            f"this host must have one of the members' addresses ({named}), but has {len(ranks)}"
+        )
+        fix = "restore the host's address on the fabric, or deploy all members again"
         raise HostToolError(f"cluster of {release.name}", message, fix)
     return ranks[0]
 
@@ -109,7 +111,7 @@ def fence(args: Sequence[str], paths: Paths) -> int:
         for rule in (("-N", chain), *rules, ("-A", chain, "-j", "DROP"), ("-I", *jump)):
             result = run_program([program, *_WAIT, *rule], _IPTABLES_TIMEOUT_S)
             if result.returncode != 0:
-                message = f"the cluster's ports stay open to all hosts ({error_line(result)})"
-                fix = "isolate the network, or allow only members in a firewall"
+                message = f"all hosts can still reach the cluster's ports ({error_line(result)})"
+                fix = "isolate the network, or use a firewall that admits only members"
                 raise HostToolError("fence", message, fix)
     return 0

@@ -56,7 +56,7 @@ def _get(path: str, timeout_s: float) -> Any:
         return json.loads(body) if response.status == 200 else None
     except (TimeoutError, BlockingIOError) as error:
         message = f"did not respond within {timeout_s:.0f} s"
-        fix = "check `systemctl status docker`, then run again"
+        fix = "see `systemctl status docker`, then run the command again"
         raise DockerTimeoutError("docker", message, fix) from error
     except (OSError, HTTPException, ValueError):
         return None
@@ -66,7 +66,7 @@ def _get(path: str, timeout_s: float) -> Any:
 
 def gpu_arguments(paths: Paths) -> tuple[str, ...]:
     """Return the proven docker arguments for the GPU, or raise ``HostToolError``."""
-    problem = "no container has proven access to the GPU"
+    problem = "no container has used the GPU successfully"
     return files.load(GpuProof, paths.gpu_receipt, problem).docker_arguments
 
 

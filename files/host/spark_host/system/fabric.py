@@ -149,7 +149,7 @@ def _restore_others(record: status.FabricRecord) -> None:
         for address in managed.intersection(now.get(name, ())):
             _ip("address", "delete", address, "dev", name)
     for name, address in _lost_addresses(record, now):
-        print(f"{name} lost {address}; restoring it", flush=True)
+        print(f"restoring {address}, which {name} has lost", flush=True)
         _ip("address", "replace", address, "dev", name)
     present = {_ip_option(route) for route in _default_routes()}
     for route in record.routes_before:
@@ -180,7 +180,11 @@ def _wait_until_settled(paths: Paths) -> status.FabricRecord:
     """
     if not paths.below(status.NETPLAN_TRIAL).exists():
         fix = "check the new network, then run the command again"
-        raise HostToolError("fabric", "not confirmed in time, so the old network is restored", fix)
+        raise HostToolError(
+            "fabric",
+            "no login confirmed the new network in time, so the host restores the old network",
+            fix,
+        )
     record = files.load(status.FabricRecord, paths.below(_TRIAL_RECORD), "no record of the trial")
     began = time.monotonic()
     last, unchanged_since = None, 0.0
@@ -289,8 +293,8 @@ def listen(request: SpeedRequest) -> None:
                 else:
                     stream.close()
     if len(streams) < _STREAMS:
-        count = f"only {len(streams)} of {_STREAMS} connections"
-        message = f"{count} were established within {_CONNECT_TIMEOUT_S:.0f} s"
+        count = f"the sender opened only {len(streams)} of {_STREAMS} connections"
+        message = f"{count} within {_CONNECT_TIMEOUT_S:.0f} s"
         raise HostToolError(where, message, "see the sender's error")
     # Accept the streams only now, so that all start at the same time.
     deadline = time.monotonic() + request.max_s + _CONNECT_TIMEOUT_S

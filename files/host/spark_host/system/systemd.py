@@ -22,7 +22,7 @@ def systemctl(*args: str, timeout_s: float = _TIMEOUT_S) -> subprocess.Completed
 def _query(*args: str) -> str:
     result = systemctl(*args, timeout_s=_TIMEOUT_S)
     if result.returncode == 124:  # not the same as an empty answer
-        fix = "run again when the host is less busy"
+        fix = "run the command again when the host is less busy"
         raise HostToolError(f"systemctl {args[0]}", result.stderr, fix)
     return result.stdout
 

@@ -78,7 +78,7 @@ def _stopped_units(running: list[Release], host: Host) -> Iterator[Problem]:
     for release in running:
         for unit in (WATCH.unit(release.name), GATEWAY.unit(release.service)):
             if not host.units.is_active(unit):
-                message = f"{unit} is not running, but {release.serve_unit} is"
+                message = f"{unit} is not running, but {release.serve_unit} is running"
                 fix = f"see `journalctl -u {unit}`, then run `systemctl start {unit}`"
                 yield Problem("watch", message, fix)
 
@@ -143,7 +143,7 @@ def _clock(running: list[Release], host: Host) -> Iterator[Problem]:
         age_s = _proof_age_s(boot.read_proof(release.name, host))
         if age_s is not None and age_s < -_MAX_CLOCK_ERROR_S:
             hours = -age_s / 3600
-            message = f"went back: the proof of {release.name} is dated {hours:.0f} h in the future"
+            message = f"went back: the check of {release.name} is dated {hours:.0f} h in the future"
             yield Problem("clock", message, "correct the clock, then run `spark-check`")
 
 
@@ -151,11 +151,11 @@ def _checkpoints(releases: list[Release], host: Host) -> Iterator[Problem]:
     for name, trees in _checkpoints_needed_at_boot(releases, host).items():
         for tree in trees:
             if not tree.is_dir():
-                message = f"{tree} is missing; {name} needs it at boot"
-                fix = "mount its disk (findmnt --verify), or deploy again"
+                message = f"{tree} is missing, but {name} needs this directory at boot"
+                fix = "mount its disk (see `findmnt --verify`), or deploy again"
                 yield Problem("mounts", message, fix)
             elif not ((receipt := receipts.find_receipt(tree)) and receipt.files):
-                message = f"{tree / RECEIPT_NAME} is missing, damaged or empty; {name} needs it"
+                message = f"{name} needs {tree / RECEIPT_NAME}, which is missing, damaged or empty"
                 yield Problem("checkpoint", message, "deploy again to verify the files")
 
 
@@ -192,7 +192,7 @@ def _damaged_documents(paths: Paths) -> Iterator[Problem]:
 
 def _document_fix(path: Path, paths: Paths) -> str:
     if path.name == "before.json":
-        return "restore it from a backup; without it, uninstall keeps packages and settings"
+        return "restore the file from a backup, or uninstall will keep packages and settings"
     if path == paths.release(path.parent.name):
         return f"run the deploy; if the plan has no such release, run `rm -r {path.parent}`"
     return f"run `rm {path}`, then deploy again to write a new file"
@@ -272,7 +272,9 @@ def _verify_part(part: _Part) -> Problem | None:
     except OSError as error:
         return _damage_problem(part, f"cannot be read ({error.strerror})")
     if digest.hexdigest() != part.sha256:
-        return _damage_problem(part, f"bytes from {part.offset:,} on differ from the receipt")
+        return _damage_problem(
+            part, f"its content from byte {part.offset:,} differs from the receipt"
+        )
     return None
 
 
@@ -280,7 +282,7 @@ def _damage_problem(part: _Part, message: str) -> Problem:
     file = part.tree / part.name
     # After `touch`, other checkpoints with a hard link to the file hash it again.
     command = f"touch {file}; rm {part.tree / RECEIPT_NAME}"
-    fix = f"check the disk (smartctl, journalctl -k), run `{command}`, then deploy again"
+    fix = f"check the disk with smartctl and journalctl -k, run `{command}`, then deploy again"
     return Problem("checkpoint", f"{file} is damaged: {message}", fix)
 
 

@@ -72,7 +72,7 @@ class GpuAlarms:
             return [(release.HOT, text)]
         if self.hot and celsius <= limit - _COOLED_C:
             self.hot = False
-            return [(release.COOLED, f"the GPU is back at {celsius:.0f} °C")]
+            return [(release.COOLED, f"the GPU has cooled to {celsius:.0f} °C")]
         return []
 
     def _power(self, reading: Reading) -> list[tuple[str, str]]:
@@ -84,9 +84,9 @@ class GpuAlarms:
         if weak and not self.weak and self.weak_samples >= _SAMPLES:
             self.weak = True
             text = (
-                f"the GPU is {busy:.0f} % busy at only {clock:.0f} MHz and {power:.0f} W: the "
-                "power supply is stuck in a low-power state; shut down, unplug the Spark for a "
-                "minute, and start it again"
+                f"the GPU is {busy:.0f} % busy at only {clock:.0f} MHz and {power:.0f} W, "
+                "because the power supply is stuck in a low-power state; "
+                "shut down, unplug the Spark for a minute, and start it again"
             )
             return [(release.POWER, text)]
         if self.weak and not weak and busy >= _BUSY_PERCENT:

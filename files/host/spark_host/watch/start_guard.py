@@ -22,7 +22,7 @@ _BLOCKS_INTERVAL_S = 1.0
 _DEFRAGMENT_REST_S = 10.0  # between two rounds, because each takes seconds
 _LONGEST_REST_S = 40.0  # after rounds that did not help
 _FIX = (
-    "lower engine.memory_fraction (or pin engine.kv_cache_gib), "
+    "lower engine.memory_fraction, set engine.kv_cache_gib, "
     "or stop other programs that use memory on this host"
 )
 
