@@ -32,7 +32,6 @@ COMMANDS_OF_TASK = {
     "see why a server is down": ("spark-deploy status",),
     "measure speed": ("spark-deploy bench",),
     "free the GPU": ("spark-deploy stop --for 1h",),
-    "after a driver update": ("spark-deploy up",),
     "uninstall": ("spark-deploy uninstall",),
     "revoke access": ("spark-deploy uninstall --access",),
 }  # fmt: skip

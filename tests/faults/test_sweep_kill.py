@@ -80,10 +80,7 @@ def test_next_deploy_finishes_interrupted_deploy(hosts, scenario):
     operations = run_undisturbed(hosts[0], scenario, sweep.code)
     points = {str(point): point for point in points_on_new_hosts(group, operations)}
     sweep.run_group(
-        group,
-        points,
-        hosts,
-        lambda host, case: interrupt_and_repair(host, scenario, points[case]),
+        group, points, hosts, lambda host, case: interrupt_and_repair(host, scenario, points[case])
     )
     finish(sweep, group, hosts[0])
 

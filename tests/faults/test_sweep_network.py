@@ -145,10 +145,7 @@ def test_deploy_reports_failing_download_server_and_next_deploy_succeeds(proxy, 
     sweep = Sweep("network")
     cases = {f"{service}: {kind}": kind for kind in SERVICES[service].kinds}
     sweep.run_group(
-        service,
-        cases,
-        hosts,
-        lambda host, case: fail_and_repair(proxy, service, host, cases[case]),
+        service, cases, hosts, lambda host, case: fail_and_repair(proxy, service, host, cases[case])
     )
     listed = [f"{name}: {kind}" for name, about in SERVICES.items() for kind in about.kinds]
     sweep.write("Servers that fail", ABOUT, hosts[0].guest, COUNTED, listed=listed)

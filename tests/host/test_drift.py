@@ -50,11 +50,7 @@ KINDS = {
     "active": ("systemctl stop {name}", "systemctl is-active {name}"),
     "enabled": ("systemctl disable {name}", "systemctl is-enabled {name}"),
 }
-EXCLUDED = {
-    "python3",
-    "nginx-light",
-    "/var/lib/systemd/timers/stamp-spark-daily.timer",
-}
+EXCLUDED = {"python3", "nginx-light", "/var/lib/systemd/timers/stamp-spark-daily.timer"}
 START = "Serve | Start new services"
 WAIT = "Prepare | Wait for all jobs"
 # Operations that must follow the repair.

@@ -110,28 +110,6 @@ def test_rejects_too_small_filesystem_before_writing(scene, small_disk):
     assert list(out.parent.glob("*/*")) == []
 
 
-@pytest.mark.slow
-def test_next_run_resumes_after_disk_full_during_build(scene, small_disk):
-    disk = small_disk(4 << 20)
-    out = disk / "models" / "tiny"
-    plan = scene.write_plan(layout="full", out=str(out))
-    refusals = 0
-    for filler_bytes in range(3_900_000, 1_500_000, -400_000):
-        filler = disk / "filler"
-        filler.write_bytes(bytes(filler_bytes))
-        done = run_broken("build", plan)
-        filler.unlink()
-        if done.returncode == 0:
-            break
-        assert done.returncode == 4
-        assert_names_full_disk(done.stderr, disk)
-        assert not out.exists()
-        refusals += 1
-    assert refusals > 0
-    run_tool("build", plan)
-    run_tool("verify", out, "--full")
-
-
 def test_never_overwrites_an_existing_entry(tmp_path):
     partial, out = tmp_path / "partial", tmp_path / "out"
     partial.mkdir()

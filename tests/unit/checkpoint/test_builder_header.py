@@ -28,7 +28,6 @@ PACKAGE_NAMES = {
     "F8_E4M3FNUZ": "float8_e4m3fnuz",
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
 }
-READ_ONLY = {"F6_E2M3", "F6_E3M2"}
 PACKED = {"F4": 2, "F6_E2M3": 4, "F6_E3M2": 4}
 names = st.text(min_size=1, max_size=20).filter(lambda text: text != "__metadata__")
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)

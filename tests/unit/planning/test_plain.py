@@ -2,7 +2,6 @@ from dataclasses import replace
 
 import pytest
 
-from spark_deploy.cli.plan_text import plan_text
 from spark_deploy.config.catalog.architecture import Anatomy, CacheLayers, MeasuredCache
 from spark_deploy.config.catalog.model import Parsers, PlainModel
 from spark_deploy.config.documents import GIB
@@ -177,15 +176,6 @@ def test_measured_cache_size_replaces_an_unknown_size():
 )
 def test_ignores_measured_cache_size_that_does_not_apply(anatomy):
     assert make_plan(anatomy=anatomy).memory.measured_by == ""
-
-
-@pytest.mark.parametrize("anatomy", [ANATOMY, UNKNOWN], ids=["known", "unknown"])
-@pytest.mark.parametrize("verbose", [False, True])
-def test_plan_text_shows_the_cache_size(anatomy, verbose):
-    model = replace(MODEL, anatomy=anatomy)
-    profile = catalog_of(model).profile("plain", "dense")
-    text = plan_text(make_plan(anatomy=anatomy), model, profile, verbose=verbose)
-    assert "KV cache" in "\n".join(text)
 
 
 def test_rejects_narrow_experts_with_scales_in_groups():

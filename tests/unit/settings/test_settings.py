@@ -117,7 +117,6 @@ WRONG = {
     "services: {a: {model: x, profile: y, port: 1, memory_gib: 9, idle_stop_s: 9}}": (
         "services.a.idle_stop_s: has no effect"
     ),
-    "serve: {tls: private-ca}": "private-ca requires expose: lan",
     "serve: {expose: lan, tls: own-cert}": "serve.tls_key: is required by tls: own-cert",
     "serve: {tls_certificate: cert.pem}": "does not have the required form",
     "serve: {api_key: hunter2}": "none of the accepted forms",
