@@ -1,4 +1,4 @@
-"""Accept exactly the named API keys of ``serve.keys``; requests in flight are not interrupted."""
+"""Accept exactly the named API keys in ``serve.keys``; in-flight requests continue."""
 
 from pyinfra import host, state
 

@@ -1,4 +1,4 @@
-"""Replace API keys that were generated on hosts; requests in flight are not interrupted.
+"""Replace API keys that were generated on hosts; in-flight requests continue.
 
 To replace a key from the controller, change it where ``serve.api_key`` reads it, and run
 ``deploy.py``.

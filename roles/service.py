@@ -151,6 +151,6 @@ def rotate_key(*, plan: GatewayPlan) -> None:
 @deploy("Named keys")
 def named_keys(*, plan: BasePlan, keys: dict[str, NamedKey] | None) -> None:
     expect_fact(BaseState, lambda: fact_arguments(plan))
-    if keys:  # revoking keys must work without apt
+    if keys:  # a revocation of keys must work without apt
         install_packages(name="Install nginx's JavaScript module", plan=plan, packages=(NJS,))
     set_named_keys(name="Set the named API keys", keys=keys)

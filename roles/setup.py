@@ -1,4 +1,4 @@
-"""Set up a host for services, or undo it: access, packages, docker, CUDA, host tools, network.
+"""Set up a host for services, or undo this: access, packages, docker, CUDA, tools, network.
 
 Driver, kernel, firmware and swap are never changed; only ``fabric`` changes the network.
 """

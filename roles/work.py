@@ -1,4 +1,4 @@
-"""Run slow jobs (downloads, checkpoints, image), which deploys start early and wait for late."""
+"""Run slow jobs (downloads, checkpoints, image); deploys start jobs early and wait late."""
 
 from collections.abc import Callable, Sequence
 
@@ -42,7 +42,7 @@ def _jobs(jobs: Sequence[Work]) -> tuple[Job, ...]:
 
 
 def _start(jobs: Sequence[Work], release: str, name: Callable[[Work], str], *kinds: str) -> None:
-    """Start the jobs of these kinds, by default all jobs; a single fact reads all states."""
+    """Start the jobs, by default all kinds of jobs; a single fact reads all states."""
     for work in host_loop(work for work in jobs if not kinds or work.job.kind in kinds):
         start_job(name=name(work), work=work, release=release, names=_names(jobs))
 
@@ -75,7 +75,7 @@ def _start_build(jobs: Sequence[Work], release: str) -> None:
 
 @deploy("Image")
 def prepare_image(*, jobs: Sequence[Work], release: str) -> None:
-    """Start building the image, then quantization and the checkpoint if they need it."""
+    """Start building the image, then the quantization and checkpoint that need the image."""
     _start(jobs, release, lambda _: "Prepare the engine image", *IMAGE_JOBS)
     if _quantizes(jobs):
         # AutoRound runs in the engine's image.

@@ -1,4 +1,4 @@
-"""Measure on a host: login, tunnel, samples and `vllm bench serve`; notes while this runs."""
+"""Measure on a host: login, tunnel, samples, `vllm bench serve`, and progress notes."""
 
 import json
 import re
@@ -243,7 +243,7 @@ class LoadCase:
         return REQUESTS * self.concurrency
 
     def limited_to(self, context_tokens: int) -> "LoadCase":
-        """Return the case with prompts that leave room for the answer and chat template."""
+        """Return the case with prompts so short that answer and chat template fit the context."""
         room = context_tokens - self.answer_tokens - 64
         return replace(self, prompt_tokens=min(self.prompt_tokens, room))
 
@@ -251,7 +251,7 @@ class LoadCase:
 def measure_loads(
     login: Login, release: Release, port: int, key_path: str, cases: list[LoadCase], note: Note
 ) -> tuple[str | None, tuple[Load, ...]]:
-    """Run the cases in turn; return the results, and vLLM's version or None if it is missing."""
+    """Run the cases in turn; return vLLM's version, or None if vLLM is missing, and the results."""
     version, loads = None, list[Load]()
     for case in cases:
         seed, plural = int(time.time()), "s" * (case.concurrency > 1)

@@ -178,7 +178,7 @@ class Grid:
 
 
 def find_benchy_python() -> str | None:
-    """Return an interpreter with llama-benchy: this Python or that of the installed command."""
+    """Return a Python with llama-benchy: this interpreter or that of the installed command."""
     if importlib.util.find_spec("llama_benchy"):
         return sys.executable
     command = shutil.which("llama-benchy")

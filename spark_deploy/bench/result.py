@@ -154,7 +154,7 @@ class Served:
 
     @property
     def invalid_reason(self) -> str:
-        """Why the figures are not valid for a Spark; "" if they are."""
+        """Return why the figures are not valid for a Spark, or ""."""
         stand_ins = sorted(f"{k} {version}" for k, version in self.versions.items()
                            if LAB_STUB_SUFFIX in version)  # fmt: skip
         reason = f"Stand-ins: {', '.join(stand_ins)}. " if stand_ins else ""

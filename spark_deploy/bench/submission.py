@@ -27,7 +27,7 @@ _PARTS = (
     ("e2e_ttft", "e2e_ttft"),
 )  # fmt: skip
 COLUMNS = ["model", "test_name", *(f"{c}_{p}" for c, _ in _PARTS for p in ("mean", "std"))]
-# Columns that stay empty in rows for answers (tg) and prompts (pp).
+# Columns that are empty in rows for answers (tg) or in rows for prompts (pp).
 _EMPTY = {"tg": {"ttfr", "est_ppt", "e2e_ttft"}, "pp": {"peak_ts", "peak_ts_req"}}
 
 

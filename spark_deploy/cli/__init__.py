@@ -1,4 +1,4 @@
-"""``spark-deploy``: its commands and their help texts; each is a click command in a module."""
+"""``spark-deploy``: the names and help texts of its commands, which are click commands."""
 
 import errno
 import importlib

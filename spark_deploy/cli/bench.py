@@ -42,7 +42,7 @@ class Measurement:
     book_url: str | None = None
 
     def apply(self, sizes: _Sizes) -> _Sizes:
-        """Return the sizes with the prompt and answer lengths that the user requested."""
+        """Return ``sizes`` with the prompt and answer lengths that the user requested."""
         return replace(
             sizes,
             prompt_tokens=self.prompt_tokens or sizes.prompt_tokens,
@@ -116,7 +116,7 @@ def bench(
 
 
 def list_stages(target: Target) -> list[str]:
-    """Return the profiles that are stages of the host's model, in order; raise if none are."""
+    """Return the stages of the host's model, which are profiles, in order; raise if it has none."""
     model = target.settings.model
     stages = {
         profile.stage: name

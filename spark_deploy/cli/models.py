@@ -1,4 +1,4 @@
-"""``spark-deploy models``: models in the catalog with profiles that can serve them; new files."""
+"""``spark-deploy models``: lists models with fitting profiles; writes new catalog files."""
 
 import re
 import textwrap
@@ -40,8 +40,10 @@ class ListedModel:
     choose_when: str
     profiles: dict[int, list[str]]  # profiles that fit, by number of hosts; best first
     choices: dict[str, str]  # when to choose each of these profiles, without stages
-    fixes: dict[int, str]  # the required change for each number of hosts that is too small
-    is_known: bool  # the sizes are known, so `profiles` accounts for memory
+    fixes: dict[
+        int, str
+    ]  # for each number of hosts that is too small: the change that would make the model fit
+    is_known: bool  # whether sizes are known, so that `profiles` considers memory
     download_bytes: int | None
     context_tokens: int | None
     tokens_per_s: float | None
@@ -116,12 +118,12 @@ def describe(model: Model, catalog: Catalog, lock: Lock) -> ListedModel:
 
 
 def required_change(model: str, profile: str, catalog: Catalog, count: int) -> str:
-    """Return the plan's fix for a model and profile that ``count`` hosts cannot serve."""
+    """Return the fix that the plan suggests if ``count`` hosts cannot serve a model and profile."""
     return plan_problems(settings_for_hosts(count, model, profile), catalog)[0].fix
 
 
 def settings_for_hosts(count: int, model: str, profile: str) -> Settings:
-    """Return default settings, except for the model, profile and number of hosts."""
+    """Return default settings with this model, profile and number of hosts."""
     hosts = tuple(f"spark-{number + 1}" for number in range(count)) if count > 1 else ()
     return Settings(model=model, profile=profile, cluster=ClusterSettings(hosts=hosts))
 

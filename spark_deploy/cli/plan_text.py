@@ -72,7 +72,7 @@ def plan_text(
 
 
 def download_peer(plan: HostPlan, earlier: Iterable[HostPlan]) -> str:
-    """Return the first host that downloads all files and images in the plan, or ""."""
+    """Return the first earlier host that downloads all files and images of the plan, or ""."""
     needed = _download_sizes(plan).keys()
     return next((other.host for other in earlier if needed <= _download_sizes(other).keys()), "")
 

@@ -176,8 +176,8 @@ QUESTION_IDS = (
     "gdn-prefill", "acceptance", "needle", "watch", "rollout", "restarted", "gpu-container",
     "start-time", "memory-left", "kv-cache", "speed", "heat", "driver-trouble",
 )  # fmt: skip
-_AS_PLANNED = 0.99  # required fraction of the planned tokens, because the plan rounds
-_ENOUGH_TOKENS = 100_000  # generated tokens after which the absence of events is an answer
+_AS_PLANNED = 0.99  # required fraction of the planned tokens, because the plan rounds its numbers
+_ENOUGH_TOKENS = 100_000  # generated tokens after which "no events" answers the question
 _STATES: dict[bool | None, Literal["yes", "no", "open"]] = {True: "yes", False: "no", None: "open"}
 Verdict = tuple[str, bool | None, str]  # question; answer, or None if open; evidence
 

@@ -148,7 +148,7 @@ def _check(
 def _file_to_edit(
     host: HostSettings, key: str, all_hosts: Sequence[Target], selected: set[str]
 ) -> Path:
-    """Return the file that sets the key, or the host's file if other hosts also read that file."""
+    """Return the file that sets the key, or the host's own file if other hosts share that file."""
     files = host_file, group_file, common_file = _settings_files(host)
     section = key.partition(".")[0]
     setting_key = (file for name in (key, section) for file in files if _lookup(_read(file), name))
@@ -341,7 +341,7 @@ def use(options: Options, choice: str) -> int:
 
 
 def _overrides(options: Options) -> dict[str, str]:
-    """Return engine settings on the selected hosts, which override every profile, as JSON."""
+    """Return the engine settings that override every profile on the selected hosts, as JSON."""
     return {
         f"engine.{key}": json.dumps(value)
         for host in select_hosts(options, must_serve=False)

@@ -1,4 +1,4 @@
-"""``spark-deploy share``: write a model with profile and lock to a file; install such a file.
+"""``spark-deploy share``: write a model, its profile and lock to a file; install such files.
 
 The file contains only catalog data; values that look like secrets are rejected.
 """

@@ -179,7 +179,7 @@ def _services(plan: HostPlan | None, host_status: HostStatus) -> list[dict[str, 
 
 
 def _serving(host_status: HostStatus, active: str | None) -> dict[str, Any]:
-    """Return a service's release, and whether its check result is current."""
+    """Return a service's release, and whether the result of its check is current."""
     release, proof = host_status.release(active), {}
     if release:
         current = {"current": release.unproven is None, "why": release.unproven}

@@ -115,7 +115,7 @@ def _chat_hosts(
 
 
 def _temporary_choice(options: Options) -> str:
-    """Return MODEL, PROFILE or MODEL/PROFILE from the command line if settings files differ."""
+    """Return MODEL, PROFILE or MODEL/PROFILE of the command line if settings files differ."""
     if not options.choice:
         return ""
     hosts = select_hosts(replace(options, model=None, profile=None), must_serve=False)
@@ -214,7 +214,7 @@ def _planned_jobs(plan: HostPlan) -> list[Job]:
 
 
 def preview(plan: HostPlan, answer: Answer[HostState]) -> dict[str, Any]:
-    """Return a host's expected changes as text, and whether there are any."""
+    """Return the expected changes of a host as text, and whether there are changes."""
     state = answer.value
     if state is None:
         return {**answer.data(), "text": answer.problem, "changes": True}

@@ -117,7 +117,7 @@ def _reject_unknown_names(only: Sequence[str], hosts: list[Target]) -> None:
 
 
 def _unverified_problems(hosts: list[Target], lock: Lock) -> Iterator[str]:
-    """Yield builds without verified tensor names, and repositories without read headers."""
+    """Yield builds whose tensor names are unverified, and repositories whose headers are unread."""
     for host in hosts:
         settings, catalog = host.settings, host.catalog
         for question, _ in unverified_builds(settings, catalog, lock):
@@ -146,7 +146,7 @@ def _write_lock(path: Path, lock: Lock) -> None:
 
 
 def lock_donor_tensors(hosts: Sequence[Target]) -> None:
-    """Lock FP8 source tensor hashes after a first build, unless `locked` is `required`."""
+    """Lock the hashes of FP8 source tensors after a first build, unless `locked` is `required`."""
     hosts_by_lock: dict[Path, list[Target]] = {}
     for host in hosts:
         lock = read_lock(host.loaded.lock_path)
@@ -164,7 +164,7 @@ def lock_donor_tensors(hosts: Sequence[Target]) -> None:
 
 
 def _donor_builds(host: Target) -> Iterator[tuple[VerifiedNames, CheckpointPlan]]:
-    """Yield a host's builds that read FP8 source tensors, and their names in the lock."""
+    """Yield the builds of a host that read FP8 source tensors, with their names in the lock."""
     plan = build_plan(host)
     for served in (*plan.served, *plan.ready):
         tree = served.checkpoint

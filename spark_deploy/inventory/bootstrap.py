@@ -99,7 +99,7 @@ def prepare(
 
 
 def _first_login(target: Endpoint, result: LoginResult, data: Mapping[str, Any]) -> Endpoint:
-    """Return the login for bootstrap, with ``ssh.first_user`` until the deploy account exists."""
+    """Return the login for bootstrap; the user is ``ssh.first_user`` until the account exists."""
     if target.user != ACCOUNT or result.ready:
         return target
     context = data.get(CONTEXT_KEY)
@@ -147,7 +147,7 @@ def _read_passwords(
     Raises SettingsError if every host rejects the last password.
     """
     passwords: dict[str, str] = {}
-    # Where login with the key works, only sudo needs the password, which bootstrap tests itself.
+    # If login with the key works, only sudo needs the password, and bootstrap tests sudo itself.
     checkable = {login for login, result in logins.items() if not result.logs_in}
     pending = list(logins)
     while pending:

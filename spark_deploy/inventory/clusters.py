@@ -1,4 +1,4 @@
-"""Check that the hosts of clusters and replicas are listed and have matching settings."""
+"""Check that hosts of clusters and replicas are in the inventory and have matching settings."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -27,7 +27,7 @@ _IN_GROUP_VARS = "set it once, in group_vars of their group"
 
 
 def unknown_host_problems(hosts: Mapping[str, HostSettings]) -> Iterator[Problem]:
-    """Report names in cluster.hosts and replicas.hosts that the inventory (``hosts``) lacks."""
+    """Report names in cluster.hosts and replicas.hosts that are not in the inventory."""
     for section in ("cluster", "replicas"):
         sections = [loaded.data.get(section) or {} for loaded in hosts.values()]
         names = dict.fromkeys(name for data in sections for name in data.get("hosts") or ())

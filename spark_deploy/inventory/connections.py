@@ -1,6 +1,6 @@
-"""Connections to hosts: messages of failures, limits for output, and no prompts.
+"""Connections to hosts: explain failures, limit output, and prevent prompts.
 
-pyinfra fails on invalid UTF-8, keeps any amount in memory, and prints it unchanged with ``-v``.
+pyinfra fails on invalid UTF-8, keeps all output in memory, and prints it unchanged with ``-v``.
 """
 
 import logging
@@ -45,7 +45,7 @@ def network_reason(hostname: str, port: int | None, error: BaseException) -> str
 
 
 def ssh_reason(output: str) -> tuple[str, str] | None:
-    """Return why ssh could not connect and how to fix it; ``None`` if it connected."""
+    """Return why ssh could not connect, and the fix; return ``None`` if ssh connected."""
     for pattern, fix in _SSH_ERRORS:
         if match := pattern.search(output):
             if fix == CHECK_NETWORK:

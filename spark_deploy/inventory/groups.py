@@ -1,6 +1,6 @@
 """Functions for inventory files: groups of hosts with settings, checked before any connection.
 
-Inventory files import them with a leading underscore, which hides the names from pyinfra.
+Inventory files import these functions with a leading underscore, to hide them from pyinfra.
 """
 
 import dataclasses
@@ -79,7 +79,7 @@ class HostEntry:
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class HostList:
-    """hosts.yml: names of hosts, and how to reach each; "@local" is the machine this runs on."""
+    """hosts.yml: names of hosts, and how to reach each host; "@local" is this machine."""
 
     hosts: dict[str, HostEntry | None] = Field(min_length=1)
     """By name. Leave the value empty if ssh knows the name."""
@@ -306,7 +306,7 @@ def check_conflicts(
 
 
 def _put_checkout_first() -> None:
-    """Let the checkout's ``roles`` precede an installed package of that name."""
+    """Import ``roles`` from the checkout, not from an installed package of the same name."""
     path = str(CHECKOUT)
     if path in sys.path:
         sys.path.remove(path)

@@ -33,7 +33,7 @@ _SUFFIXES = ("", ".yml", ".yaml", ".json", ".toml", ".py")
 
 @dataclass(frozen=True, slots=True)
 class HostContext:
-    """Settings and catalog of a host, which pyinfra's data carries to the deploy."""
+    """Settings and catalog of a host, passed to the deploy in pyinfra's data."""
 
     loaded: HostSettings
     catalog: Catalog

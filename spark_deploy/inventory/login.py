@@ -39,7 +39,7 @@ class Password(str):
 
 
 class PasswordPrompt:
-    """Prompts for a run's password once, and again after ``forget``."""
+    """Prompts for the password once per run, and again after ``forget``."""
 
     def __init__(self, ask: Callable[[str], str] = getpass.getpass):
         self._ask = ask
@@ -47,13 +47,13 @@ class PasswordPrompt:
         self._attempts = 0
 
     def password_for(self, endpoints: Sequence[Endpoint]) -> str:
-        """Return the password; the prompt lists the hosts that first needed it."""
+        """Return the password; the prompt lists the hosts that need the password first."""
         if self._password is None:
             self._password = Password(self._read(endpoints))
         return self._password
 
     def forget(self) -> bool:
-        """Forget the password; return whether the user can type another one."""
+        """Forget the password; return whether the user can type another password."""
         self._password, self._attempts = None, self._attempts + 1
         can_type = PASSWORD_FILE_VARIABLE not in os.environ and sys.stdin.isatty()
         return can_type and self._attempts < PASSWORD_ATTEMPTS

@@ -103,7 +103,7 @@ def unverified_builds(
 ) -> Iterator[tuple[VerifiedNames, BuildPlan]]:
     for served in settings.all_models:
         if served.checkpoint.source == "requantized":
-            continue  # the host makes the base, and the builder verifies it
+            continue  # the host makes this base, so the builder verifies the names
         plan = checkpoint_plan(*model_and_profile(served, catalog), served, lock)
         if plan is not None and isinstance(plan.base, SourcePlan):
             names = names_to_verify(plan.build, plan.base.locked, plan.donor)
@@ -190,7 +190,7 @@ def read_inventory(
     must_serve: bool = True,
     deploy: str = "",
 ) -> dict[str, dict[str, Any]]:
-    """Run an inventory without pyinfra; return pyinfra's data of the selected hosts.
+    """Run an inventory without pyinfra; return pyinfra's data for each selected host.
 
     This adds settings to plain pyinfra inventories.
     """

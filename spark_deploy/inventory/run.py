@@ -48,7 +48,7 @@ def run_deploy(
     """
     from pyinfra_cli.util import parse_cli_arg  # lets gevent patch this process
 
-    pyinfra.is_cli = True  # pyinfra then distinguishes operations by their line in the deploy file
+    pyinfra.is_cli = True  # makes pyinfra distinguish operations by their line in the deploy file
     os.environ.setdefault("PYINFRA_PROGRESS", "off")  # no spinner
     overrides = dict(item.split("=", 1) for item in data)
     with _logging(log):

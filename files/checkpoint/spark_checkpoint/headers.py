@@ -124,7 +124,7 @@ class Header(NamedTuple):
 
 
 def header_json_bytes(first: bytes, file_bytes: int, where: str) -> int:
-    """Return the length of the JSON, from the first 8 bytes of a file of ``file_bytes``."""
+    """Return the length of a header's JSON, which the first 8 bytes of a file encode."""
     if len(first) < 8 or file_bytes < 8:
         _reject(where, f"has only {file_bytes} bytes, too few for a header")
     length = int.from_bytes(first[:8], "little")

@@ -310,7 +310,7 @@ def find_candidates(
 
 @contextmanager
 def pin_file(path: Path, size_bytes: int) -> Iterator[int]:
-    """Yield a descriptor of a file, because the owner could replace the file at the path.
+    """Yield a descriptor of a file, because another user could replace the file at its path.
 
     Raise OSError for pipes, devices and files of a different size.
     """

@@ -1,4 +1,4 @@
-"""Compare tensor names, dtypes and shapes with those of a plan."""
+"""Compare the names, dtypes and shapes of tensors with a plan."""
 
 import re
 from collections import Counter

@@ -43,7 +43,7 @@ def count_names(pattern: str) -> int:
 
 
 def remove_exact_matches(names: set[str], patterns: Iterable[str]) -> bool:
-    """Remove names that the patterns expand to; return whether both have exactly the same names."""
+    """Remove the patterns' names from ``names``; return whether both had exactly the same names."""
     for pattern in patterns:
         for name in expand(pattern):
             if name not in names:
@@ -106,7 +106,7 @@ class Base:
     """The checkpoint that supplies all tensors except the replaced ones."""
 
     dir: str
-    # Commit or digest in the receipt; None means that the directory has no receipt and is hashed.
+    # Commit or digest in the receipt; None: the directory has no receipt, so the build hashes it.
     revision: str | None
 
 

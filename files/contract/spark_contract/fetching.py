@@ -25,7 +25,7 @@ class SharedTree:
     digest: str  # as in the receipt
     dir: str
     job: str  # digest12 of the job; peers query the progress
-    # A download lists each file once it is verified; a build only at the end.
+    # A download lists each verified file; a build lists its files only at the end.
     unfinished: bool
 
 
@@ -80,7 +80,7 @@ def partial_tree(out: Path) -> Path:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferOptions:
     tries: int = 8  # attempts without progress, for each source
-    # Retry the hub at least this long, because connections can fail for hours.
+    # Keep trying the hub for at least this time, because connections can fail for hours.
     outage_s: float = field(default=0.0, metadata=OPTIONAL)
     backoff_s: float = 1.0  # before the second try; doubles up to 30
     # Never sent to peers, mirrors or redirect targets.
@@ -175,7 +175,7 @@ class FetchPlan(TransferOptions):
 
 
 def is_inside(path: str) -> bool:
-    """Return whether a path is relative, normalized and inside the tree."""
+    """Return whether a path is relative, normalized and without ``..``."""
     relative = PurePosixPath(path)
     is_below = bool(relative.parts) and not relative.is_absolute() and ".." not in relative.parts
     return is_below and "\0" not in path and str(relative) == path

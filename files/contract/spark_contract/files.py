@@ -1,4 +1,4 @@
-"""Durable files: written under a temporary name, synced, renamed."""
+"""Write files durably: under a temporary name, then synced and renamed."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -79,7 +79,7 @@ def name_file_in_errors(descriptor: int) -> Iterator[None]:
 
 
 def write_all(descriptor: int, data: bytes | memoryview) -> None:
-    """Write all bytes: on a nearly full disk, ``os.write`` may write only a part of them."""
+    """Write all bytes; ``os.write`` may write only some of them on a nearly full disk."""
     remaining = memoryview(data)
     with name_file_in_errors(descriptor):
         while remaining:

@@ -13,7 +13,7 @@ Expose = Literal["loopback", "docker", "tailscale", "lan"]
 @dataclass(frozen=True, slots=True)
 class Exposure:
     audience: str | None  # None means only this host
-    has_unstable_address: bool  # it may appear after the gateway has started, and disappear
+    has_unstable_address: bool  # the address may appear and disappear while the gateway runs
     needs_tls: bool  # nothing else encrypts the traffic
 
 
@@ -37,7 +37,7 @@ class Tls:
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """Hosts that serve the same model; the least busy one handles a request to ``port``."""
+    """Hosts that serve the same model; the least busy host gets each request to ``port``."""
 
     port: int
     others: tuple[str, ...]  # address:port of the other gateways
@@ -45,7 +45,7 @@ class Replicas:
 
 @dataclass(frozen=True, slots=True)
 class NamedKey:
-    """SHA-256 and limits of a named API key; for ``None``, only the limits on all keys apply."""
+    """SHA-256 and limits of a named API key; ``None`` means no limit besides those of all keys."""
 
     sha256: str
     max_concurrent: int | None

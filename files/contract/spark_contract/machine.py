@@ -60,7 +60,7 @@ def module_version(text: str) -> str:
 
 
 def libcuda_version(text: str) -> str:
-    """Return the version of the first driver library that ``text`` names, or an empty string."""
+    """Return the version of the first driver library in ``text``, or an empty string."""
     match = re.search(LIBCUDA, text)
     return match[0].removeprefix("libcuda.so.") if match else ""
 
@@ -90,7 +90,7 @@ class FreeBlocks:
 
     @property
     def is_fragmented(self) -> bool:
-        """Whether much memory is free, but little of it in large blocks."""
+        """Return whether much memory is free, but mostly in small blocks."""
         return self.free_bytes() >= 2 * LOW_BYTES and (
             self.free_bytes(DRIVER_BLOCK_BYTES) < LOW_BYTES
             or self.free_bytes(LARGE_BLOCK_BYTES) < FEW_LARGE_BYTES

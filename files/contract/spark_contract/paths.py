@@ -144,7 +144,7 @@ class Paths:
         return self.service_run(service) / "open"
 
     def last_use(self, service: str) -> Path:
-        """Return the file whose modification time is that of the last known request."""
+        """Return the file whose modification time is the time of the last known request."""
         return self.service_run(service) / "used"
 
     def rollout_lock(self, service: str) -> Path:

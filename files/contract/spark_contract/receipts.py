@@ -1,4 +1,4 @@
-"""Receipts: a tree is complete only if it has one, because it is written last."""
+"""Receipts: a receipt is written last, so a tree with a receipt is complete."""
 
 import os
 import stat
@@ -12,7 +12,7 @@ from spark_contract.documents import OPTIONAL, DocumentError
 from spark_contract.fetching import is_inside
 from spark_contract.paths import RECEIPT_NAME
 
-# Linux limits names to 255 bytes and paths to 4096, which includes the tree's directory.
+# Linux limits names to 255 bytes, and paths to 4096 bytes including the tree's directory.
 _NAME_BYTES, _PATH_BYTES = 255, 2048
 
 

@@ -27,7 +27,7 @@ class ReleaseState:
 
 @dataclass(frozen=True, slots=True)
 class KeyUsage:
-    """Number of accepted requests of a key, and their bytes with headers."""
+    """Accepted requests of a key, with the bytes of headers and bodies."""
 
     requests: int = 0
     received_bytes: int = 0
@@ -121,7 +121,7 @@ class NamedRelease:
 
 @dataclass(frozen=True, slots=True)
 class Rollback:
-    """A planned rollback; it has ``done`` when finished, and ``problem`` if it cannot start."""
+    """A planned rollback; ``done`` and ``problem`` give the reason if no rollback can start."""
 
     from_release: NamedRelease | None = field(metadata=json_key("from"))
     to: NamedRelease | None

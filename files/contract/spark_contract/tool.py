@@ -78,7 +78,7 @@ def parse_problem(line: str) -> Problem | None:
 
 
 class HostToolError(Exception):
-    """Ends a host tool, which prints a single line instead of a traceback."""
+    """An error that ends a host tool with a single line instead of a traceback."""
 
     def __init__(self, where: str, what: str, fix: str, exit_code: int = 1):
         self.where = where

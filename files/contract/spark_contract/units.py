@@ -121,7 +121,7 @@ def list_unit_files_command(root: str = "") -> str:
 
 
 def find_unit_overrides(lines: Iterable[str], root: str = "") -> tuple[str, ...]:
-    """Return the drop-ins, masks and unit files that change our units and are not ours."""
+    """Return unmanaged drop-ins, masks and unit files that change our units."""
     paths = []
     for line in lines:
         kind, _, path = line.partition(" ")

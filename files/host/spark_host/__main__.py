@@ -1,4 +1,4 @@
-"""``spark-host VERB``: the entry point of everything that runs on the host."""
+"""``spark-host VERB``: the entry point of all programs that run on the host."""
 
 import errno
 import importlib
@@ -20,7 +20,7 @@ _USAGE = "run `spark-host help`"
 
 
 def _call(function: str, *arguments: Any) -> Any:
-    """Import ``module`` and call ``module:function``; other modules would slow short verbs down."""
+    """Import the module of ``module:function`` and call the function; importing all is slow."""
     module, _, name = function.partition(":")
     return getattr(importlib.import_module(f"spark_host.{module}"), name)(*arguments)
 

@@ -36,7 +36,7 @@ _START_TIMEOUT_S = 10.0  # of the local registry
 _EXISTS, _UNPACKING, _DOWNLOADED = "Already exists", "Extracting", "Download complete"
 # A layer with such a status no longer needs the registry.
 _LOCAL = frozenset({"Verifying Checksum", _DOWNLOADED, _UNPACKING, "Pull complete", _EXISTS})
-_UNPACK_LIMIT_S = 3600.0  # docker is silent meanwhile
+_UNPACK_LIMIT_S = 3600.0  # docker reports no progress meanwhile
 _REPORT_INTERVAL_S = 2.0
 _POLL_INTERVAL_S = 0.2
 _LINE_BYTES = 1 << 20  # docker's lines have about 200 bytes
@@ -289,7 +289,7 @@ def _parse_event(line: bytes) -> dict[str, Any] | None:
 
 
 def _raise_docker_error(reference: str, event: dict[str, Any]) -> None:
-    """Raise docker's error, which may come with status 200."""
+    """Raise the error that docker reports, even in a response with status 200."""
     detail = event.get("errorDetail")
     reason = detail.get("message") if isinstance(detail, dict) else None
     reason = reason or event.get("error") or ("status" not in event and event.get("message"))

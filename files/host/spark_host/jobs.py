@@ -54,7 +54,7 @@ def all_digests(paths: Paths) -> list[str]:
 
 
 def is_done(job: Job, paths: Paths) -> bool:
-    """Return whether the job has its result; a checkpoint to remove stays while releases use it."""
+    """Return whether the job has its result; a removal is also done while releases use the tree."""
     if job.unless and has_valid_receipt(job.unless):
         return True
     proof = job.proof
@@ -118,7 +118,7 @@ def run(digest12: str, paths: Paths) -> int:
         ended = JobRun("failed" if code else "done", code, started, tuple(tail), memory)
         write_document(folder / STATUS, ended)
     except OSError as error:
-        # On a full disk the journal carries the result.
+        # On a full disk, only the journal contains the result.
         log(f"cannot write {folder / STATUS}: error number {error.errno}")
     return code
 
@@ -151,7 +151,7 @@ def _execute(job: Job, folder: Path) -> tuple[int, list[str]]:
         line = ERROR + Problem(job.argv[0], str(error.strerror), "run the deploy again").line
         log(line)
         return 4, [line]
-    # The child needs SIGTERM to leave a state that it can resume.
+    # After SIGTERM, the child leaves a state from which it can resume.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: child.send_signal(signal.SIGTERM))
     written = 0.0

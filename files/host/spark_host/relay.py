@@ -1,4 +1,4 @@
-"""The process of ``spark-on-request.service``: requests to stopped services wait here.
+"""The process of ``spark-on-request.service``, where requests to stopped services wait.
 
 The gateway forwards requests for a closed service to that service's socket here. When the service
 serves, the request goes to the engine. nginx has already checked key, path and size.
@@ -112,7 +112,7 @@ class Relay:
                 self.services[name] = Service(name, server)
 
     async def _start_services(self) -> None:
-        """Start services that requests wait for, one at a time and the longest waiting first."""
+        """Start the services that requests wait for, one at a time, by waiting time."""
         while True:
             for service in sorted(self.services.values(), key=lambda other: other.waiting_since):
                 closed = not gateway.is_open(service.name, self.paths)
@@ -161,7 +161,7 @@ class Relay:
             body = self._reserve(int(_header(head, b"content-length") or 0), service)
             await _read_body(body, reader)
             streams = _wants_stream(body)
-            # The gateway sends no second request on this connection, so a read returns at its end.
+            # The gateway sends no second request, so a read returns when the client disconnects.
             disconnected = asyncio.ensure_future(reader.read(1))
             if streams:
                 writer.write(_STREAM_HEAD)

@@ -51,7 +51,7 @@ _Units = dict[str, systemd.UnitState]
 
 
 def main(args: list[str], paths: Paths) -> Status:
-    """Return the host's state; with ``--live``, also send a request to each running engine."""
+    """Return the host's state; ``--live`` also sends a request to each running engine."""
     host = Host(paths)
     releases = [release for name in release_names(paths) if (release := host.release(name))]
     stopped_marks = (paths.state / "stopped").glob("*.json")

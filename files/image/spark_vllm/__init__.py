@@ -1,6 +1,6 @@
 """vLLM plugin that serves hybrid INT4 + FP8 checkpoints.
 
-Importing it imports neither vLLM nor torch, so that the self-check runs even with a broken engine.
+This module imports neither vLLM nor torch, so that the self-check runs even in a broken engine.
 """
 
 __version__ = "0.1.0"

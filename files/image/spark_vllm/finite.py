@@ -35,8 +35,8 @@ MAX_LOGIT = 64.0
 _ZERO_GROUP = 1.1e-5  # AutoRound writes 1e-5 for a group of zeros
 _BUILDER_ZERO_GROUP = 1.0
 _FIX = (
-    "fix: run `spark_checkpoint verify --full` on the checkpoint; if that passes, build the "
-    "checkpoint again"
+    "fix: run `spark_checkpoint verify --full` on the checkpoint; "
+    "if the verification passes, build the checkpoint again"
 )
 
 
@@ -60,7 +60,7 @@ def install() -> None:
 
 
 def modules_shared_with_target(model: torch.nn.Module) -> tuple[str, ...]:
-    """Return the drafter modules that stay uninitialized until the engine shares the target's."""
+    """Return the drafter modules that the engine later replaces with modules of the target."""
     flags = (("has_own_lm_head", "lm_head"), ("has_own_embed_tokens", "embed_tokens"))
     return tuple(name for flag, name in flags if getattr(model, flag, None) is False)
 
@@ -116,10 +116,10 @@ def check_scale_sizes(model: torch.nn.Module) -> None:
         wrong += [name for name, median in medians.items() if not low <= median <= high]
     if wrong:
         raise ValueError(
-            f"{type(model).__name__}: a scale is more than {MAX_SCALE_RATIO} times the median of "
-            f"its tensor, or that median is more than {MAX_MEDIAN_RATIO} times (or less than "
-            f"1/{MAX_MEDIAN_RATIO} of) the median in the other layers: {_list_names(wrong)}; the "
-            f"answers would be wrong; {_FIX}"
+            f"{type(model).__name__}: scales are implausible: {_list_names(wrong)}; "
+            f"a scale exceeds {MAX_SCALE_RATIO} times the median of its tensor, "
+            f"or the medians of layers differ by more than a factor of {MAX_MEDIAN_RATIO}; "
+            f"the answers would be wrong; {_FIX}"
         )
 
 

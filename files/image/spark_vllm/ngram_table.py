@@ -62,8 +62,8 @@ class Header:
 class DamagedTableError(ValueError):
     def __init__(self, path: Path, problem: str) -> None:
         super().__init__(
-            f"{path}: {problem}; fix: run `spark_checkpoint verify --full` on the checkpoint; if "
-            "that fails, build it again"
+            f"{path}: {problem}; fix: run `spark_checkpoint verify --full` on the checkpoint; "
+            "if the verification fails, build the checkpoint again"
         )
 
 
@@ -125,7 +125,7 @@ class Table:
         """Write the row of each id to ``out``."""
         if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self.header.rows:
             raise DamagedTableError(
-                self.path, f"has {self.header.rows} rows, but not row {ids.max()}"
+                self.path, f"has {self.header.rows} rows, but row {ids.max()} was requested"
             )
         slots = ids % self._slots
         is_cached = self._cached_ids[slots] == ids
@@ -209,15 +209,15 @@ def read_table_options(additional: Any, directory: str | Path) -> TableOptions |
         )
     if not isinstance(cache_mib, int) or cache_mib < 1:
         raise ValueError(
-            f"--additional-config: spark.{CACHE_OPTION}: {cache_mib!r}, expected a number of MiB "
-            "from 1; fix: use such a number, or remove the option"
+            f"--additional-config: spark.{CACHE_OPTION}: {cache_mib!r}, expected at least 1 MiB; "
+            "fix: use an integer from 1, or remove the option"
         )
     has_files = any(Path(directory).glob("ngram-table-*.bin"))
     if has_files != (choice == "file"):
         state = "has" if has_files else "lacks"
         raise ValueError(
-            f"--additional-config: spark.{OPTION}: {choice!r}, but the checkpoint {state} "
-            'ngram-table files; fix: use "file" if the checkpoint has them, and remove the option '
-            "otherwise"
+            f"--additional-config: spark.{OPTION}: {choice!r}, "
+            f"but the checkpoint {state} ngram-table files; "
+            'fix: use "file" only for checkpoints with ngram-table files'
         )
     return TableOptions(Path(directory), cache_mib << 20) if choice else None

@@ -34,8 +34,8 @@ class PortableLoader(BaseModelLoader):
         """
         if not hasattr(vllm_config.quant_config, "portable"):
             raise ValueError(
-                f"--load-format {PORTABLE_LOAD_FORMAT}: {model_config.model} is not a hybrid "
-                "checkpoint; fix: remove this option"
+                f"--load-format {PORTABLE_LOAD_FORMAT}: "
+                f"{model_config.model} is not a hybrid checkpoint; fix: remove this option"
             )
         vllm_config.quant_config.portable = True
         model: torch.nn.Module = super().load_model(

@@ -56,7 +56,7 @@ class SparkQwen4Exp(Qwen4ExpForConditionalGeneration):
         with tables_in_files(vllm_config):
             super().__init__(vllm_config=vllm_config, prefix=prefix)
         config = vllm_config.model_config.hf_text_config
-        self.language_model.lm_head = None  # Frees its memory before the next line.
+        self.language_model.lm_head = None  # Free the memory before the next line allocates.
         self.language_model.lm_head = ParallelLMHead(
             config.vocab_size,
             config.hidden_size,
@@ -171,16 +171,17 @@ class FileEmbedding(Qwen4ExpPLEEmbedding):
         )
         if not reduce_results or self.etp_data_parallel_size > 1:
             raise ValueError(
-                "--additional-config: spark.ngram_table: file does not support sequence "
-                "parallel hyper-connections or embedding_across_dp; fix: switch both off"
+                "--additional-config: spark.ngram_table: file does not work with "
+                "sequence-parallel hyper-connections or embedding_across_dp; fix: disable both"
             )
         path = table_path(options.directory, extract_layer_index(prefix))
         self.table = Table(path, options.cache_bytes)
         header = self.table.header
         if (header.rows, header.width) != (num_embeddings, embedding_dim):
             raise ValueError(
-                f"{path}: has {header.rows} rows of {header.width} numbers, but config.json needs "
-                f"{num_embeddings} rows of {embedding_dim}; fix: build the checkpoint again"
+                f"{path}: has {header.rows} rows of {header.width} numbers, "
+                f"but config.json needs {num_embeddings} rows of {embedding_dim} numbers; "
+                "fix: build the checkpoint again"
             )
         shape = (max_total_tokens, num_ngram_heads)
         ids = torch.empty(shape, dtype=torch.int64, device="cpu", pin_memory=True)

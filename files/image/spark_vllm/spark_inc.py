@@ -65,7 +65,7 @@ class SparkIncConfig(INCConfig):
         hf_config: PreTrainedConfig | None = None,
         revision: str | None = None,
     ) -> None:
-        """Check names, dtypes and shapes before weights are loaded; the engine does not."""
+        """Check names, dtypes and shapes before weights are loaded, because the engine does not."""
         text_config = getattr(hf_config, "text_config", hf_config)
         check_checkpoint(
             model_name,
@@ -89,7 +89,7 @@ class SparkIncConfig(INCConfig):
         self.fp8_modules = hf_to_vllm_mapper.apply_list(self.fp8_modules)
 
     def get_checkpoint_weight_mapper(self) -> WeightsMapper:
-        """Add the overlay's renames to INC's; the portable loader yields plain names."""
+        """Add the overlay's rename rules to INC's, except for the portable loader's plain names."""
         mapper = super().get_checkpoint_weight_mapper()
         if self.portable:
             return mapper

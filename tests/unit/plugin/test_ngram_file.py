@@ -236,7 +236,7 @@ def test_incomplete_or_damaged_sources_are_rejected(tmp_path, change, match):
         ({"ngram_table": "file"}, False, "lacks ngram-table"),
         ({}, True, "has ngram-table"),
         ({"ngram_table": "disk"}, True, 'expected "file"'),
-        ({"ngram_table": "file", "ngram_cache_mib": 0}, True, "expected a number of MiB"),
+        ({"ngram_table": "file", "ngram_cache_mib": 0}, True, "expected at least 1 MiB"),
     ],
 )
 def test_options_that_contradict_the_checkpoint_are_rejected(tmp_path, spark, has_file, match):

@@ -39,7 +39,7 @@ def test_recognizes_exactly_the_listed_modules(module, is_listed):
 
 def test_rejects_a_fused_module_with_only_some_shards_listed():
     modules = [name for name in MODULES if not name.endswith("layers.3.mlp.shared_expert.up_proj")]
-    with pytest.raises(ValueError, match=r"layers\.3\.mlp\.shared_expert\.gate_up_proj.*only"):
+    with pytest.raises(ValueError, match=r"layers\.3\.mlp\.shared_expert\.gate_up_proj"):
         names.fused_modules(modules)
 
 

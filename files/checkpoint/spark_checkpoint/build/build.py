@@ -1,4 +1,4 @@
-"""Build a checkpoint from a base and a donor (the FP8 source checkpoint)."""
+"""Build a checkpoint from a base and a donor, which is the FP8 source checkpoint."""
 
 import hashlib
 import shutil
@@ -164,7 +164,7 @@ class _Build:
     def _stage_donor(
         self, sources: Sources, required: dict[str, Tensor], donor_dir: Path
     ) -> tuple[dict[str, Span], str | None]:
-        """Download the donor's tensors; return their locations, and their hash for the lock."""
+        """Download the donor's tensors; return their locations, and a hash for the lock file."""
         plan = self.plan
         if sources.donor is None or not required:
             return {}, None

@@ -103,7 +103,7 @@ def _merge(config: dict[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
 def set_blocks(quantization: dict[str, Any], names: Collection[str]) -> None:
     """Write the list of blocks with packed weights.
 
-    If it were missing, the engine would treat all linear modules as quantized, including MTP.
+    Without the list, the engine would treat all linear modules as quantized, including MTP.
     """
     blocks = [
         block

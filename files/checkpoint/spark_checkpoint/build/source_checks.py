@@ -125,7 +125,7 @@ _COUNTED = {
 
 
 def _check_counts(base: Checkpoint, config: Mapping[str, Any]) -> None:
-    """Compare counts in config.json with the base's names, which match the catalog."""
+    """Compare counts in config.json with the names in the base, which match the catalog."""
     sizes = read_sizes(base, config)
     for key, pattern in _COUNTED.items():
         planned = len({match[1] for name in base.owner if (match := pattern.match(name))})
@@ -293,7 +293,7 @@ _KINDS = {
 
 
 def check_sources_by_headers(checkpoint: InspectedCheckpoint, plan: BuildPlan) -> SourceCounts:
-    """Check base and donor as a build does, from headers only."""
+    """Check base and donor as a build does, but read only headers."""
     check_config(checkpoint.config, f"{checkpoint.source}: {CONFIG_NAME}", plan.head)
     shards = {
         name: checkpoint.shards[name] for name in sorted(checkpoint.shards, key=natural_sort_key)

@@ -1,4 +1,4 @@
-"""Write new tensors and rewritten shards, hashing and verifying the source in the same pass."""
+"""Write new tensors and rewritten shards; hash and verify the source in the same pass."""
 
 import hashlib
 import os

@@ -105,7 +105,7 @@ class RateLimit:
 
 
 class RetryBudget:
-    """Limits the tries without progress, and waits between them.
+    """Limits the number of tries without progress, and waits between tries.
 
     It allows retries for at least ``outage_s``, regardless of the number of tries.
     """
@@ -129,7 +129,7 @@ class RetryBudget:
     def record_progress(self, count_bytes: int) -> None:
         self._new_bytes += count_bytes
         active_s = time.monotonic() - self._progressed_at - self._paused_s
-        # Limited, because an unstable connection delivers few bytes before it breaks again.
+        # Limited, because an unstable connection delivers only a few bytes before the next failure.
         active_s = min(active_s, 10 * self._minimum.window_s)
         if self._new_bytes >= self._minimum.bytes_per_s * active_s:
             self._reset()

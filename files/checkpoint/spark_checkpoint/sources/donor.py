@@ -56,7 +56,7 @@ def merge_ranges(
 
 
 def _is_usable(name: str) -> bool:
-    """Return whether a build can use a tensor; it uses routed experts only in MTP layers."""
+    """Return whether a build can use a tensor; builds use routed experts only in MTP layers."""
     return ".mlp.experts." not in name or name.startswith("mtp.")
 
 

@@ -1,7 +1,7 @@
 """Download a repository at a commit, or the blobs of an image; resume inside files.
 
-A file gets its name after its hash matched and its bytes were synced. Partial files have names that
-end in ``.part``; the next run hashes them and resumes.
+A file gets its final name after its hash has matched and its bytes are on disk. Names of partial
+files end in ``.part``; the next run hashes these files and resumes.
 """
 
 import errno

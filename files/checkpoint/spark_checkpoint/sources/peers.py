@@ -58,7 +58,7 @@ class Peers:
         self._peers = [_Peer(tree_url(url, plan.digest), time.monotonic()) for url in urls]
 
     def fetch(self, file: FetchFile, download: Callable[[HttpClient, str], None]) -> bool:
-        """Download a file from a peer; return False if no peer has it or will have it soon."""
+        """Download a file from a peer; return False if no peer has or will soon have the file."""
         path, plan = file.path, self._plan
         # All hosts download several files at once, in the same order. A peer that downloads at the
         # minimum rate has the file after this time.

@@ -1,4 +1,4 @@
-"""The table of all checks, and checks of pooling models, names, metrics and log.
+"""The table of all checks, and the checks of pooling models, names, metrics and log lines.
 
 docs/reference/checks.md explains each. A healthy server never fails a ``must`` check, but may fail
 a ``warn`` check, which is only reported and stored with the proof.

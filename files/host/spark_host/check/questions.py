@@ -201,7 +201,7 @@ def check_needle(probe: Probe) -> str:
 
 
 def check_prefix_reuse(probe: Probe) -> str:
-    """Check that later turns of a long conversation hit the prefix cache and are answered.
+    """Check that later turns of a long conversation hit the prefix cache and get correct answers.
 
     The first turn is longer than two cache blocks. It starts with a new number, so that earlier
     conversations cannot cause hits.

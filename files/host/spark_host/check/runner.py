@@ -143,7 +143,7 @@ def write_proof(result: Proof, host: Host, report: Report) -> None:
 
 
 def read_log(release: Release, invocation_id: str) -> list[str]:
-    """Return the journal of an engine run; without systemd, the file ``SPARK_ENGINE_LOG``."""
+    """Return the journal of an engine run, or the file ``SPARK_ENGINE_LOG`` without systemd."""
     path = os.environ.get("SPARK_ENGINE_LOG")
     if path is not None:
         return Path(path).read_text(errors="replace").splitlines()

@@ -92,9 +92,10 @@ def measure(release: Release, paths: Paths, limit_s: float, report: Report) -> d
 def compare(
     now: dict[str, Any], before: dict[str, Any], worse_percent: float
 ) -> list[dict[str, Any]]:
-    """Return the measures whose median got worse by more than ``worse_percent``.
+    """Return the measures that got clearly worse.
 
-    Their best round is also worse than every earlier round.
+    Their median is worse by more than ``worse_percent``, and their best round is worse than every
+    earlier round.
     """
     worse = []
     for item in MEASURES:

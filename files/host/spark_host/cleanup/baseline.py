@@ -1,4 +1,4 @@
-"""Records the host before the first deploy, and finds packages and shared files that we changed."""
+"""Records the host's state before the first deploy; finds packages and files that we changed."""
 
 import grp
 import json
@@ -143,7 +143,7 @@ def remove_packages(names: Iterable[str]) -> str:
 
 
 def _usage_reason(name: str, added: list[str], before: Baseline) -> str:
-    """Return why the owner of the host still needs a package, or ""."""
+    """Return why the host's owner still needs a package, or ""."""
     if unit := _NOT_STARTED.get(name):
         state = systemd.state(unit, "ActiveState", "UnitFileState")
         if state.get("ActiveState") == "active" or state.get("UnitFileState") == "enabled":
@@ -250,7 +250,7 @@ def _original_text(
 
 
 def _without_our_keys(current: str, original: str | None, footprint: Footprint) -> dict[str, Any]:
-    """Return daemon.json with our keys restored and all other changes kept."""
+    """Return daemon.json with the original values of our keys, and with all other changes."""
     settings, originals = _parse(current), _parse(original or "")
     remaining = {key: value for key, value in settings.items() if key not in footprint.daemon_keys}
     return remaining | {key: originals[key] for key in footprint.daemon_keys if key in originals}

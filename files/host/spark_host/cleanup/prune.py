@@ -137,7 +137,7 @@ def _split_images(
 def _is_stale(
     job: Job, needed: set[Path], removed: set[Path], removed_images: list[Image], paths: Paths
 ) -> bool:
-    """Return whether this prune removes a job's result, or it is already gone and not needed."""
+    """Return whether a job's result is removed by this prune, or already gone and not needed."""
     folder = resources.result_folder(job, paths)
     if folder is not None:
         return folder in removed or (folder not in needed and not folder.exists())

@@ -111,7 +111,7 @@ def _is_used(folder: Path) -> bool:
 
 
 def freed_bytes(directories: Iterable[Path]) -> dict[Path, int]:
-    """Return the space that removing each directory frees, without files that have other links."""
+    """Return the bytes that each removal frees; files with other hard links free nothing."""
     freed = dict.fromkeys(directories, 0)
     links: dict[tuple[int, int], int] = {}
     for directory in freed:
@@ -174,7 +174,7 @@ def image_references_in_use() -> set[str]:
 
 
 def image_bytes(removed: list[Image], kept: list[Image]) -> dict[str, int]:
-    """Return the space that each removal frees, which is the size of its unshared layers."""
+    """Return the bytes that each removal frees: the size of layers that no kept image shares."""
     counted = list(kept)
     freed = {}
     for image in removed:

@@ -1,9 +1,9 @@
-"""Compile caches of releases; a candidate starts with a copy of the last proven release's cache.
+"""Compile caches of releases; a new release starts with a copy of a proven cache.
 
-A cache belongs to a base image, a number of drafts (both in the parent folder) and a driver (in the
-state file, written last). Failed starts keep it, so that compiling continues, unless a check
-failed. Engines can write anything to these folders, so coreutils copy and remove them without
-following links.
+A cache is valid for a base image and a number of drafts (in the name of the parent folder) and for
+a driver (in the state file, which is written last). After a failed start, the next start continues
+with the cache, unless a check failed. Engines can write anything to these folders, so coreutils
+copy and remove the folders without following links.
 """
 
 import os
@@ -21,7 +21,7 @@ from spark_host.system import folders
 from spark_host.system.host import Host, find_account
 from spark_host.system.programs import Report
 
-# A real cache is several times smaller.
+# A normal cache is several times smaller.
 _MAX_BYTES, _MAX_FILES = 8 << 30, 200_000
 # Above these limits the watchdog stops the engine, and the next start uses an empty cache.
 LIMIT_BYTES, LIMIT_FILES = 20 << 30, 400_000

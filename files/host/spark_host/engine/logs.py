@@ -149,7 +149,7 @@ class StartPhases:
         return next(reversed(self.began_s))
 
     def update(self, lines: Iterable[str], now_s: float) -> None:
-        """Enter the last phase in the log, never an earlier one: drafters repeat messages."""
+        """Enter the last phase in the log; ignore earlier phases that a drafter repeats."""
         self.updated_s, text = now_s, "\n".join(lines)
         later = _PHASES[_PHASES.index(self.current) + 1 :]
         reached = next((name for name in reversed(later) if _MESSAGES[name].search(text)), None)

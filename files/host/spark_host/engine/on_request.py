@@ -1,4 +1,4 @@
-"""On-demand services: when they were used, their starts, and stops that free memory for others."""
+"""On-demand services: last use, starts, and stops that free memory for other services."""
 
 import os
 import subprocess
@@ -48,7 +48,7 @@ def _modified_at(path: Path) -> float:
 
 
 def count_unfinished(release: Release, paths: Paths) -> float:
-    """Return how many requests run or wait, or 1 if the engine is too busy to respond."""
+    """Return the number of unfinished requests, or 1 if the engine is too busy to respond."""
     try:
         return Engine.for_release(release, paths).metrics(5).unfinished
     except EngineTimeoutError:
@@ -155,7 +155,7 @@ class Switch:
         return self.took_s.get(service) or sum((last.start_times_s if last else {}).values())
 
     def start(self, service: str, is_wanted: Callable[[], bool]) -> bool:
-        """Start the proven release; return ``False`` if it has to wait or is no longer wanted.
+        """Start the proven release; return ``False`` if the start must wait or is no longer wanted.
 
         If the start fails, start the stopped releases again and raise the error.
         """

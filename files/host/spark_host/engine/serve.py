@@ -33,7 +33,7 @@ _FIX = "run the deploy again"
 
 
 def may_start(name: str, paths: Paths) -> int:
-    """Return 1 if systemd must skip the start, which is not a failure."""
+    """Return 1 if systemd must skip the start; a skipped start is no failure."""
     release = load_release(name, paths)
     obstacle = boot.reason_not_to_start(release, Host(paths))
     if obstacle is not None:
@@ -68,7 +68,7 @@ def prepare(name: str, paths: Paths) -> int:
 
 
 def run(name: str, paths: Paths) -> int:
-    """Take the engine lock and become ``docker run``, which keeps the lock."""
+    """Lock the engine, then replace this process with ``docker run``, which keeps the lock."""
     release = load_release(name, paths)
     argv = container.docker_argv(release, paths)
     lock = _open_lock(release.service, paths)

@@ -79,7 +79,7 @@ def _enable_on_request(settings: Gateway, paths: Paths) -> None:
 
 
 def apply_address_change(service: str, paths: Paths) -> str | None:
-    """Reload the gateway if a bridge or tunnel has a new address; return a message if so."""
+    """Reload the gateway and return a message if a bridge or tunnel has a new address."""
     settings = load_gateway(service, paths)
     may_differ = EXPOSURES[settings.expose].has_unstable_address
     if not may_differ or _master_pid(service, paths) is None or is_current(settings, paths):

@@ -1,6 +1,6 @@
 """Named API keys: nginx maps, limits and usage per key.
 
-nginx logs each request; the lines are added to totals daily. A power cut or a kill can lose lines.
+nginx logs each request, and a daily job adds the lines to totals. A power cut can lose lines.
 """
 
 import os

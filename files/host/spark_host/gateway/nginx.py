@@ -1,6 +1,6 @@
 """The nginx configurations of gateways and of peer downloads.
 
-nginx matches the normalized path but would forward the original, so each route sets the path.
+nginx matches the normalized path, but forwards the original path unless a route sets the path.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ _MODEL = "(?<id>[A-Za-z0-9][A-Za-z0-9._:-]*)"
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """An allowed method and path; with a ``pattern``, all paths ``path`` + match + ``suffix``."""
+    """An allowed method and path; a ``pattern`` allows all paths ``path`` + match + ``suffix``."""
 
     method: str
     path: str
@@ -115,7 +115,7 @@ def _render_routes(settings: Gateway, paths: Paths) -> str:
 
 
 def _render_choice_by_name(route: Route) -> tuple[str, ...]:
-    """Return directives that choose the engine by model name, unless the path decides."""
+    """Return directives that choose the engine by model name, unless the path selects a service."""
     if route.takes_name:
         large = f"if ($spark_large) {{ rewrite ^ /by-name-large{route.path} last; }}"
         return large, f"rewrite ^ /by-name{route.path} last;"

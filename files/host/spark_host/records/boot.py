@@ -81,7 +81,7 @@ def enable_only(release: Release, host: Host) -> None:
 
 
 def opens_at_start(release: Release, host: Host) -> bool:
-    """Return whether the gateway opens after the quick check; rollouts open it for candidates."""
+    """Return whether the gateway opens after the quick check; a rollout opens candidates later."""
     return release.name in enabled_releases(release.service, host)
 
 
@@ -111,7 +111,7 @@ def allow_start(service: str, host: Host) -> None:
 
 
 def _marker_lock(service: str, host: Host) -> AbstractContextManager[None]:
-    """Lock the stop marker; the lock of a rollout would be held for too long."""
+    """Lock the stop marker, because a rollout keeps its own lock for too long."""
     return host.disk.locked(host.paths.stop_lock(service), wait=True)
 
 
@@ -299,7 +299,7 @@ def read_earlier_bench(release: Release, host: Host) -> dict[str, Any] | None:
 def unproven_reason(
     proof: Proof | None, digest: str, invocation_id: str | None, current_versions: dict[str, str]
 ) -> str | None:
-    """Return why the proof does not cover the current run.
+    """Return why the proof is not valid for the current run, or None.
 
     A quick check suffices if a full check passed under the same versions.
     """

@@ -61,7 +61,7 @@ def _find_version(text: str) -> str:
 
 
 def describe_changes(before: dict[str, str], now: dict[str, str]) -> list[str]:
-    """Return ``name old -> new`` for each version that differs; unknown versions do not differ."""
+    """Return ``name old -> new`` for each changed version; ignore unknown versions."""
     return [
         f"{key} {before.get(key) or 'none'} -> {now[key] or 'none'}"
         for key in now

@@ -21,7 +21,7 @@ _RUNNING = ("activating", "active", "deactivating")
 
 
 class Record:
-    """Writes a rollout's progress to a file; continues the record of a killed run."""
+    """Writes a rollout's progress to a file; continues the file of a killed run."""
 
     def __init__(self, release: Release, host: Host, interrupted: Rollout | None = None):
         self._host = host

@@ -70,7 +70,7 @@ def _find_previous(release: Release, host: Host) -> Release | None:
 
 
 def _find_obstacle(release: Release, host: Host, record: Record) -> HostToolError | None:
-    """Return why the rollout must not begin, while the old release serves."""
+    """Return why the rollout must not begin; the old release still serves."""
     with record.phase("prove"):
         if boot.is_stopped(release.service, host):
             fix = f"run `spark-host start-service {release.service}`, then deploy again"

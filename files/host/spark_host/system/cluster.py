@@ -1,6 +1,6 @@
 """Finds this host's rank and the joined members of a cluster, and firewalls its ports.
 
-Ranks stay connected to the head's port, so the kernel's tables show which members have joined.
+Members stay connected to the head's port, so the kernel's socket tables list joined members.
 """
 
 import ipaddress
@@ -47,7 +47,7 @@ def is_worker(release: Release, paths: Paths) -> bool:
 
 
 def missing_members(release: Release, paths: Paths) -> list[Member]:
-    """Return members that have not joined; a worker can see only the head."""
+    """Return members that have not joined; a worker can check only the head."""
     cluster = release.cluster
     if cluster is None:
         return []

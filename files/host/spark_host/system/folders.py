@@ -55,7 +55,7 @@ def copy_tree(source: Path, target: Path) -> bool:
 
 
 def _run(*argv: str) -> bool:
-    null = subprocess.DEVNULL  # there may be an error for each of a million files
+    null = subprocess.DEVNULL  # coreutils may print an error for each of a million files
     try:
         result = subprocess.run(
             argv, stdin=null, stdout=null, stderr=null, timeout=_COMMAND_TIMEOUT_S, check=False
@@ -90,7 +90,7 @@ def measure(folder: Path, max_bytes: int, max_files: int) -> tuple[int, int]:
 
 @contextmanager
 def opened_socket(path: Path) -> Iterator[str]:
-    """Yield a path to this very socket; raise HostToolError if it is not a socket."""
+    """Yield a path that always leads to this socket; raise HostToolError for other files."""
     with _opened(path.parent) as folder:
         descriptor = os.open(path.name, os.O_PATH | os.O_NOFOLLOW, dir_fd=folder)
     try:

@@ -27,7 +27,7 @@ def run_program(
     """Run a program; the exit code is 127 if it is not installed and 124 after the timeout."""
     message = f"did not exit within {limit_s:.0f} s"
     stuck = _stuck.get(argv[0])
-    if stuck is not None and stuck.poll() is None:  # another process would get stuck, too
+    if stuck is not None and stuck.poll() is None:  # another process would also get stuck
         return subprocess.CompletedProcess(argv, 124, "", message)
     try:
         child = subprocess.Popen(

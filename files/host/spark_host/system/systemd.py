@@ -21,7 +21,7 @@ def systemctl(*args: str, timeout_s: float = _TIMEOUT_S) -> subprocess.Completed
 
 def _query(*args: str) -> str:
     result = systemctl(*args, timeout_s=_TIMEOUT_S)
-    if result.returncode == 124:  # not the same as an empty answer
+    if result.returncode == 124:  # a timeout differs from an empty answer
         fix = "run the command again when the host is less busy"
         raise HostToolError(f"systemctl {args[0]}", result.stderr, fix)
     return result.stdout

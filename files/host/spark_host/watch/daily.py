@@ -24,7 +24,7 @@ from spark_host.system import folders, programs
 from spark_host.system.host import Host, load_gateway
 from spark_host.system.programs import log
 
-HASH_DAYS = 14  # in which all bytes of the served checkpoints are hashed
+HASH_DAYS = 14  # period in which all bytes of the served checkpoints are hashed
 _DAILY_LIMIT_S = 900.0  # of hashing; on a slow disk, all bytes take longer than HASH_DAYS
 _BUFFER_BYTES = 8 << 20
 CERTIFICATE_DAYS = 30

@@ -1,6 +1,6 @@
 """The start guard: kills a starting engine before the host runs out of memory.
 
-A start allocates many GiB within seconds, so a thread samples the memory four times a second until
+A start allocates many GiB within seconds, so a thread measures the memory four times a second until
 the release is proven. Loading fragments memory, so another thread drops caches and compacts memory.
 """
 
@@ -112,7 +112,7 @@ class StartGuard:
 
     def _kill(self, reason: str) -> None:
         stopped = f"{reason}; the engine was killed during its start"
-        # Set before the kill: the check, which ends with the engine, reads it.
+        # Set before the kill, because the check ends with the engine and reads the reason.
         self.kill_reason = f"{stopped}; fix: {_FIX}"
         # Kill before writing the event, which could block while memory is short.
         problem = container.kill_container(self._release.container, self._pidfd)

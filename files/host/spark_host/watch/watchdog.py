@@ -1,4 +1,4 @@
-"""The watchdog: kills an engine that stalls, or when the host runs out of memory.
+"""The watchdog: kills an engine that stalls or exhausts the host's memory.
 
 systemd then restarts the unit, up to the start limit.
 """
@@ -179,7 +179,7 @@ def run(name: str, paths: Paths) -> int:
                 kill_engine(release, STALLED, reason, pidfd, paths)
                 detector.moved_at_s = None
                 detector.reset_timeouts()
-            # A worker loads weights while it is watched, which needs more frequent samples.
+            # Sample more often on a worker, because it still loads weights.
             time.sleep(_WORKER_INTERVAL_S if is_worker else release.watch.interval_s)
     finally:
         stop.set()

@@ -1,7 +1,7 @@
 """``python -m spark_vllm.check``: exit code 0 if the plugin supports the installed engine.
 
-It compares the installed engine's sources with the table of symbols that the plugin uses, imports
-them, and loads a sample configuration. It needs no GPU.
+The check compares the installed engine's sources with the table of symbols that the plugin uses,
+imports the symbols, and loads a sample configuration. It needs no GPU.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def main() -> int:
     engine = read_engine_version()
     if engine not in SUPPORTED_ENGINES:
         print(
-            f"error: vllm {engine}: this plugin supports only "
-            f"{', '.join(SUPPORTED_ENGINES)}; fix: choose a base image with a supported version"
+            f"error: vllm {engine}: the plugin supports {', '.join(SUPPORTED_ENGINES)}; "
+            "fix: choose a base image with a supported version"
         )
         return 1
     # This import needs PyYAML, which comes with the engine.
@@ -108,7 +108,7 @@ def resolve(symbol: str) -> Any:
 
 
 def _is_field(symbol: str) -> bool:
-    """Return whether ``symbol`` is a dataclass field; a class has attributes only for defaults."""
+    """Return whether ``symbol`` is a dataclass field, which is no attribute without a default."""
     owner, _, name = symbol.rpartition(".")
     return name in getattr(resolve(owner), "__dataclass_fields__", {})
 
@@ -137,8 +137,8 @@ def _check_registration() -> list[str]:
     requirements = {
         f"{QUANT_METHOD} is another class": get_quantization_config(QUANT_METHOD) is SparkIncConfig,
         "SparkIncConfig does not extend INCConfig": issubclass(SparkIncConfig, INCConfig),
-        "plain INC was replaced": get_quantization_config("inc") is INCConfig,
-        "SparkIncConfig claims plain auto-round checkpoints": (
+        "the engine's own INC method was replaced": get_quantization_config("inc") is INCConfig,
+        "SparkIncConfig also handles plain auto-round checkpoints": (
             SparkIncConfig.override_quantization_method(plain, None) is None
         ),
         f"load format {PORTABLE_LOAD_FORMAT} is {type(loader)}": isinstance(loader, PortableLoader),

@@ -12,7 +12,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-import yaml  # the engine brings it: vLLM requires it
+import yaml  # installed with vLLM, which requires it
 
 from spark_vllm import SUPPORTED_ENGINES
 
@@ -51,7 +51,7 @@ class Sources:
             bindings = [node for node in _statements(body) if name in bound_names(node)]
             if not bindings:
                 raise MissingError(f"{module} has no {qualname}")
-            node = bindings[-1]  # the last binding is valid
+            node = bindings[-1]  # the last definition is valid
             body = node.body if isinstance(node, ast.ClassDef) else []
         return node
 

@@ -142,8 +142,8 @@ def check_checkpoint(
     path = Path(directory)
     if not path.is_dir():
         raise ValueError(
-            f"{directory}: not a directory; fix: pass the directory of a built checkpoint, because "
-            "hybrid checkpoints cannot be loaded from the hub"
+            f"{directory}: not a directory; hybrid checkpoints cannot be loaded from the hub; "
+            "fix: pass the directory of a built checkpoint"
         )
     headers = read_headers(path)
     problems = list(_find_header_problems(headers, settings, mtp_layers, experts))
@@ -189,7 +189,7 @@ def _check_fp8(headers: Headers, settings: Settings, module: str) -> Iterator[st
     if overlay:
         for plain in (f"{module}.weight", f"{module}.weight_scale_inv"):
             if plain in headers.index:
-                yield f"{INDEX}: lists {plain} in addition to the FP8 form"
+                yield f"{INDEX}: lists {plain} in addition to the FP8 weight"
     yield from _check_dtype(headers, weight, ("F8_E4M3",))
     yield from _check_dtype(headers, scale, FLOATS)
     if weight in headers.tensors and scale in headers.tensors:

@@ -113,8 +113,9 @@ def find_scale_problems(directory: Path, headers: Headers, settings: Settings) -
         invalid = [value for value in module.values if not (math.isfinite(value) and value > 0)]
         if invalid:
             yield (
-                f"{module.scale.file}: {module.name}: {len(invalid)} of {len(module.values)} block "
-                f"scales are not positive, such as {invalid[0]:g}"
+                f"{module.scale.file}: {module.name}: "
+                f"{len(invalid)} of {len(module.values)} scales "
+                f"are not positive, such as {invalid[0]:g}"
             )
         else:
             modules_by_kind[re.sub(r"\.\d+\.", ".N.", module.name)].append(module)
@@ -151,9 +152,9 @@ def _find_outliers(
     for module, value in used:
         if not MIN_SCALE_RATIO * median <= value <= MAX_SCALE_RATIO * median:
             yield (
-                f"{module.scale.file}: {module.name}: scale {value:g} is not between "
-                f"1/{1 / MIN_SCALE_RATIO:.0f} and {MAX_SCALE_RATIO} times the median of similar "
-                f"modules, {median:g}"
+                f"{module.scale.file}: {module.name}: "
+                f"scale {value:g} is implausible; the median of similar modules is {median:g} "
+                f"(limits: 1/{1 / MIN_SCALE_RATIO:.0f} to {MAX_SCALE_RATIO} times the median)"
             )
 
 

@@ -50,9 +50,9 @@ def are_all_shards_listed(
         return False
     present = [shard for shard in shards if shard in listed]
     raise ValueError(
-        f"config.json: quantization_config.fp8_block.modules: the engine fuses {module} from "
-        f"{', '.join(shards)}, but only {', '.join(present)} is listed; "
-        "fix: build the checkpoint again, because all shards of a fused module need the same scheme"
+        "config.json: quantization_config.fp8_block.modules: "
+        f"lists {', '.join(present)}, but not all shards of {module} ({', '.join(shards)}), "
+        "which need the same format; fix: build the checkpoint again"
     )
 
 
@@ -106,8 +106,9 @@ def _modules_pattern(modules: Sequence[str]) -> str:
         layer, _, inner = module.removeprefix(TEXT_LAYERS).partition(".")
         if not module.startswith(TEXT_LAYERS) or not layer.isdigit() or not inner:
             raise ValueError(
-                f"config.json: quantization_config.fp8_block.modules: {module!r} is not below "
-                f"{TEXT_LAYERS}N, which an overlay needs; fix: build with layout 'full'"
+                "config.json: quantization_config.fp8_block.modules: "
+                f"an overlay requires modules below {TEXT_LAYERS}N, got {module!r}; "
+                "fix: build with layout 'full'"
             )
         inners_by_layer.setdefault(layer, []).append(inner)
     groups: dict[tuple[str, ...], list[str]] = {}
@@ -121,15 +122,14 @@ def _modules_pattern(modules: Sequence[str]) -> str:
 
 
 def check_expert_width(module: str, width: int, group_size: int) -> None:
-    """Reject packed experts that are at most a scale group wide on this device.
+    """Reject packed experts that are not wider than a scale group on this device.
 
     vLLM 0.30 to 0.33 reorders the scales of gate and up by the experts' width instead of the inputs
     (``fused_moe/oracle/int_wna16.py``, ``size_k`` of ``w13``), which is wrong for a single group.
     """
     if width <= group_size:
         raise ValueError(
-            f"{module}: experts are {width} wide on this device, which is at most one scale group "
-            f"of {group_size}; the engine would misorder the scales of gate and up and silently "
-            "return wrong answers; fix: lower --tensor-parallel-size until experts are more than "
-            f"{group_size} wide on each device"
+            f"{module}: experts are {width} wide on this device, and scale groups {group_size}; "
+            "the engine would misorder the scales of gate and up, and return wrong answers; "
+            f"fix: lower --tensor-parallel-size until experts are wider than {group_size}"
         )

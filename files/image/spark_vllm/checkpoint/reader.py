@@ -29,8 +29,8 @@ def infer_bits(qweight: torch.Tensor, scales: torch.Tensor, group_size: int) -> 
     bits, rest = divmod(INT32_BITS * int(qweight.shape[0]), int(in_features))
     if rest or bits not in (4, 8) or qweight.shape[1] != scales.shape[1]:
         raise ValueError(
-            f"qweight {list(qweight.shape)} and scales {list(scales.shape)} do not form a 4-bit or "
-            f"8-bit weight of group size {group_size}"
+            f"qweight {list(qweight.shape)} and scales {list(scales.shape)} "
+            f"do not form a 4-bit or 8-bit weight of group size {group_size}"
         )
     return bits
 

@@ -35,7 +35,9 @@ class Settings:
 
 def read_settings(config: Mapping[str, Any]) -> Settings:
     _require(config.get("quant_method") == QUANT_METHOD, "quant_method", config, QUANT_METHOD)
-    _require(config.get("sym", True) is True, "sym", config, "true (zero points are not read)")
+    _require(
+        config.get("sym", True) is True, "sym", config, "true, because zero points are not read"
+    )
     _require(config.get("data_type", "int") == "int", "data_type", config, "int")
     packing = config.get("packing_format", "auto_round:auto_gptq")
     _require("gptq" in packing, "packing_format", config, "auto_round:auto_gptq")
@@ -78,14 +80,16 @@ def _check_extra(extra: Mapping[str, Any], group_size: int) -> None:
         bits = module.get("bits", 4)
         differs = [key for key, value in packed.items() if module.get(key, value) != value]
         if bits not in (4, 8, 16, 32) or (bits < 16 and differs):
-            accepted = f"16 bits, or 4 or 8 with group_size {group_size}, sym true, data_type int"
+            accepted = (
+                f"16 bits, or 4 or 8 bits with group_size {group_size}, sym true and data_type int"
+            )
         elif not _is_pattern(name):
             accepted = "a name or a regular expression as key"
         else:
             continue
         raise ValueError(
             f"config.json: quantization_config.extra_config.{name}: {dict(module)}, "
-            f"expected {accepted}; fix: use a base checkpoint with such a config.json"
+            f"expected {accepted}; fix: use a base checkpoint with these values"
         )
 
 
@@ -98,7 +102,7 @@ def _is_pattern(name: str) -> bool:
 
 
 def _read_block_names(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return ``block_name_to_quantize``; if it were missing, INC would also quantize MTP layers."""
+    """Return ``block_name_to_quantize``, without which INC would also quantize MTP layers."""
     value = config.get("block_name_to_quantize", config.get("to_quant_block_names"))
     _require(
         bool(value), "block_name_to_quantize", config, "the text layers, e.g. " + names.TEXT_LAYERS
