@@ -77,9 +77,7 @@ def test_litellm_distributes_requests_over_hosts_with_different_keys(programs, t
         assert {chat(port, LITELLM_KEY) for _ in range(6)} == {"spark-2"}
 
 
-def test_vllm_router_keeps_each_conversation_on_one_host_and_forwards_the_key(
-    programs, tmp_path, port
-):
+def test_vllm_router_keeps_conversations_on_one_host_and_forwards_the_key(programs, tmp_path, port):
     key = "shared-key-0123456789"
     servers = [Server(f"spark-{n}", key, tmp_path / f"key{n}") for n in (1, 2)]
     [line] = ROUTERS["vllm-router"][1]([server.connection for server in servers])

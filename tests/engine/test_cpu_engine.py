@@ -119,7 +119,7 @@ def test_portable_overlay_generates_the_same_tokens_as_the_plain_checkpoint(
     assert re.search(r"spark: all numbers of \d{2,} tensors and the logits of 1 heads of", log)
 
 
-def test_full_layout_with_drafts_generates_the_same_tokens_as_the_plain_checkpoint(
+def test_full_layout_with_drafts_generates_the_tokens_of_the_plain_checkpoint(
     engine, trees, reference
 ):
     speculation = {"method": "mtp", "num_speculative_tokens": 2}

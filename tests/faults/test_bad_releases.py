@@ -18,7 +18,7 @@ def guest(fleet):
 
 
 @pytest.mark.parametrize("case", DEPLOYED)
-def test_failed_deploy_of_faulty_release_leaves_only_the_old_release_proven(fleet, guest, case):
+def test_failed_deploy_leaves_only_the_old_release_proven(fleet, guest, case):
     before, release, argv = guest.serving(), guest.release(), guest.argv()
     forget_other_proofs(guest, release)
     proofs = evidence(guest)

@@ -80,7 +80,7 @@ def test_engine_start_compacts_fragmented_memory_and_serves(bench):
     assert compaction_requests(bench) == ["3", "1"]
 
 
-def test_memory_is_compacted_if_large_blocks_run_out_while_the_engine_loads(bench):
+def test_memory_is_compacted_if_large_blocks_run_out_during_loading(bench):
     bench.release(A, engine__env={"STUB_LOAD_S": "6"})
     bench.start_switch(A)
     bench.guest.wait("docker ps -q --filter name=spark- | grep .")
@@ -90,7 +90,7 @@ def test_memory_is_compacted_if_large_blocks_run_out_while_the_engine_loads(benc
     assert compaction_requests(bench) == ["3", "1"]
 
 
-def test_start_fails_and_suggests_reboot_if_driver_cannot_allocate_large_blocks(bench):
+def test_start_suggests_a_reboot_if_the_driver_cannot_allocate_large_blocks(bench):
     with kernel_log(bench, NO_MEMORY):
         set_buddyinfo(bench, "fragmented")
         bench.release(A)

@@ -85,7 +85,7 @@ def test_later_host_downloads_everything_from_peers(three):
     three.site.deploy().assert_unchanged()
 
 
-def test_host_downloads_only_missing_bytes_from_the_hub_if_its_peer_dies(three):
+def test_host_downloads_only_missing_bytes_if_its_peer_dies(three):
     first, _, third = three.guests
     three.limit_to(first, third)
     third.run("rm -rf /srv/spark/sources/*")

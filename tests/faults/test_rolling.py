@@ -76,7 +76,7 @@ def test_faulty_release_stops_rollout_after_first_host(three):
     three.site.deploy().assert_unchanged()
 
 
-def test_rollout_that_fails_on_second_host_keeps_first_and_skips_third(three):
+def test_rollout_that_fails_on_a_host_skips_later_hosts(three):
     old = three.settle()
 
     three.site.choose(serve={"names": ["renamed"]})

@@ -25,7 +25,7 @@ def _packages():
     return Path(spec.origin).parents[1]
 
 
-def test_tuned_weights_are_closer_to_16_bit_weights_than_rounded_weights(tmp_path, results):
+def test_tuned_weights_have_a_smaller_error_than_rounded_weights(tmp_path, results):
     packages = _packages()
     places = {"--packages": packages, "--work": tmp_path / "made", "--out": results}
     places["--work"].mkdir()

@@ -151,9 +151,7 @@ def _workspace():
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_cached_prefix_is_read_correctly_next_to_a_longer_uncached_prompt(
-    preset, monkeypatch, results
-):
+def test_cached_prefix_is_correct_next_to_a_longer_prompt(preset, monkeypatch, results):
     errors, format_error = {}, {}
     for own in (False, True):
         batch = Batch(own, preset, monkeypatch)
@@ -174,7 +172,7 @@ def test_cached_prefix_is_read_correctly_next_to_a_longer_uncached_prompt(
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_turboquant_ignores_too_long_cpu_sequence_lengths(preset, monkeypatch, results):
+def test_turboquant_ignores_overlong_sequence_lengths_from_the_cpu(preset, monkeypatch, results):
     errors = {}
     for own in (False, True):
         batch = Batch(own, preset, monkeypatch)

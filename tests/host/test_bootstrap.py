@@ -54,7 +54,7 @@ def new_host(tmp_path_factory):
     lab("down", GUEST)
 
 
-def test_never_sends_a_password_to_a_host_with_an_unconfirmed_key(new_host):
+def test_bootstrap_sends_no_password_before_the_host_key_is_confirmed(new_host):
     run = new_host.bootstrap(password=new_host.password, confirmed=False)
     assert run.exit_code != 0
     assert not new_host.known_hosts.exists()

@@ -63,7 +63,7 @@ def test_killed_engine_rank_closes_gateway_and_restarts(cluster, rank, capsys):
         sys.stdout.write(f"\n{rank}: closed after {closed_s:.1f} s, back {restored_s:.0f} s later")
 
 
-def test_gateway_of_two_engine_ranks_is_closed_while_the_fabric_is_down(cluster, capsys):
+def test_gateway_of_two_ranks_is_closed_while_the_fabric_is_down(cluster, capsys):
     began = time.monotonic()
     with cluster.lost_fabric():
         while cluster.head.call("GET", "/health")[0] == 200:

@@ -30,7 +30,7 @@ def test_deploy_switches_from_v2_to_flash_next_and_rolls_back(fleet):
     assert guest.answers()
 
 
-def test_flash_next_release_that_fails_its_check_is_rolled_back_to_v2(fleet):
+def test_failed_flash_next_release_is_rolled_back_to_v2(fleet):
     fleet.settle()
     guest = fleet.guests[0]
     only, before = ("--limit", guest.name), guest.release()

@@ -105,7 +105,7 @@ def assert_token_absent(text):
         assert inside not in text
 
 
-def test_hub_token_is_in_no_file_or_output_of_the_host(gated):
+def test_hub_token_never_appears_on_the_host(gated):
     guest = gated.guest
     # Send the pattern as base64, because sudo writes every command line to the journal.
     pattern = f"/dev/shm/{NAME}-pattern"
@@ -121,7 +121,7 @@ def test_hub_token_is_in_no_file_or_output_of_the_host(gated):
         assert CANARY not in guest.run(words), words
 
 
-def test_hub_token_is_in_no_file_or_output_of_the_controller(gated):
+def test_hub_token_never_appears_on_the_controller(gated):
     for words in (("plan", "--json"), ("plan",), ("status", "--json"),
                   ("status", "--files", "--json"), ("connect", "--json")):  # fmt: skip
         output = gated.cli(*words)

@@ -47,7 +47,7 @@ def plain_name(name):
     return name.removesuffix("_fp8").removesuffix("_int8")
 
 
-def test_full_and_overlay_layouts_have_equal_tensors_and_full_needs_no_base(fleet, tmp_path):
+def test_full_layout_equals_the_overlay_and_needs_no_base(fleet, tmp_path):
     fleet.settle()
     guest = fleet.guests[0]
     only = ("--limit", guest.name)

@@ -77,7 +77,7 @@ def starts(guest):
     return [line.split()[1].rpartition("-")[0] for line in out.splitlines()]
 
 
-def test_deploy_checks_each_on_request_model_and_second_run_changes_nothing(site, guest):
+def test_deploy_checks_each_on_request_model_once(site, guest):
     proofs = [guest.json(f"cat /var/lib/spark/proofs/{name}-*.json") for name in MODELS]
     assert all(proof["ok"] and proof["last_full"] for proof in proofs)
     assert running(guest) == {MODELS[-1]}

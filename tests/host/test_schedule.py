@@ -16,7 +16,7 @@ def unschedule_afterwards(gateway):
 
 
 @pytest.mark.usefixtures("unschedule_afterwards")
-def test_host_switches_at_scheduled_time_and_deploy_keeps_the_scheduled_model(gateway):
+def test_host_switches_models_at_the_scheduled_time(gateway):
     guest, site = gateway.guest, gateway.site
     day = guest.release()
     soon = guest.run("date -d '+5 minutes' +%H:%M").strip()

@@ -80,7 +80,7 @@ def test_error_of_a_rejected_request_does_not_contain_the_key(model):
 
 
 @pytest.mark.slow
-def test_seed_prompts_run_twice_and_fill_at_most_half_the_context(model, monkeypatch):
+def test_seed_prompts_run_twice_in_half_the_context(model, monkeypatch):
     monkeypatch.setattr(host, "TICK_S", 0.05)
     notes: list[str] = []
     answers = list(protocols.measure_seeds(endpoint(model), 1000, notes.append))

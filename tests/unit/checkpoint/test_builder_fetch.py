@@ -246,7 +246,7 @@ def test_rejects_concurrent_fetch_of_same_checkpoint(order, hub, tmp_path):
 
 
 @pytest.mark.slow
-def test_stops_soon_after_sigterm(order, hub):
+def test_fetch_stops_soon_after_sigterm(order, hub):
     hub.fault = lambda h, path, data: time.sleep(2) or False
     process = start_fetch(order(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     while not hub.requests:

@@ -77,7 +77,7 @@ def test_int8_shared_experts_need_neither_donor_nor_plugin(workshop):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_fp8_self_build_equals_build_from_a_donor_with_the_same_rounding(workshop, layout):
+def test_fp8_self_build_equals_build_from_an_equally_rounded_donor(workshop, layout):
     workshop.build(layout=layout, shared_experts="fp8-self", **NO_DONOR)
     result = workshop.result()
     suffix = "_fp8" if layout == "overlay" else ""
@@ -111,7 +111,7 @@ def test_aligns_tensors_that_follow_odd_sizes(workshop):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_tensor_stored_in_two_shards_is_written_once_from_its_indexed_shard(workshop, layout):
+def test_duplicate_tensor_is_written_once_from_its_indexed_shard(workshop, layout):
     workshop.write_base()
     name = "model.language_model.layers.0.post_attention_layernorm.weight"
     right = workshop.base[name]

@@ -87,7 +87,7 @@ def test_evicts_source_and_target_of_a_copy_from_page_cache(disk):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pinned", [True, False])
-def test_build_drops_the_files_it_reads_and_writes_from_page_cache(disk, pinned):
+def test_build_drops_its_files_from_the_page_cache(disk, pinned):
     workshop = Workshop(disk)
     workshop.write_base()
     big = write_big(workshop.base_dir / "big.bin")

@@ -311,7 +311,7 @@ def test_copies_every_kind_of_new_tensor_from_a_peer(workshop, tmp_path, layout,
         assert copy.build()
 
 
-def test_builds_locally_if_bytes_from_the_peer_differ_from_the_receipt(copy):
+def test_builds_locally_if_bytes_from_a_peer_differ_from_its_receipt(copy):
     copy.flip_new_tensor(copy.replace_tree())
     assert not copy.build()
 
@@ -353,7 +353,7 @@ def test_builds_locally_if_tensors_of_hostile_peer_violate_plan(copy, change):
 
 @pytest.mark.gate
 @pytest.mark.parametrize("flips", [False, True])
-def test_builds_locally_if_fp8_tensors_from_a_peer_differ_from_the_locked_hash(copy, flips):
+def test_builds_locally_if_fp8_tensors_from_a_peer_fail_the_hash(copy, flips):
     tree = copy.replace_tree()
     if flips:
         copy.flip_new_tensor(tree)

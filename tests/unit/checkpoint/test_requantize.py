@@ -244,7 +244,7 @@ def test_rejects_results_that_do_not_match_the_original(bench, change, packs_dra
     ("wrong", "source"),
     [("5.up_proj", "5.gate_proj"), ("1.down_proj", "0.down_proj"), ("3.gate_proj", "0.gate_proj")],
 )
-def test_experts_kept_in_16_bit_must_equal_their_part_of_a_fused_tensor(bench, wrong, source):
+def test_rejects_16_bit_experts_that_differ_from_the_fused_tensor(bench, wrong, source):
     bench.fuse_experts()
     wrong, source = (f"{EXPERTS}.{name}.weight" for name in (wrong, source))
     bench.change_result(lambda tensors: tensors.update({wrong: tensors[source]}))

@@ -70,7 +70,7 @@ def test_help_lists_every_command_without_slow_imports():
         (["bench", "--tg", "0"], 2, "--tg"), (["bench", "--clients", "0"], 2, "--clients"),
     ],
 )  # fmt: skip
-def test_help_goes_to_stdout_and_wrong_usage_to_stderr_with_code_2(words, code, text, capsys):
+def test_help_exits_with_0_and_wrong_usage_with_2(words, code, text, capsys):
     assert main(words) == code
     shown, empty = capsys.readouterr()[:: -1 if code else 1]
     assert (empty, bool(re.search(text, shown))) == ("", True)

@@ -27,7 +27,7 @@ def site(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_local_tunnel_port_of_a_host_does_not_depend_on_selected_hosts(site, capsys):
+def test_local_tunnel_port_of_a_host_is_independent_of_the_selection(site, capsys):
     assert main(["connect", "spark-2", "--for", "env"]) == 0
     assert "export OPENAI_BASE_URL=http://127.0.0.1:8001/v1" in capsys.readouterr().out
     assert main(["connect"]) == 0
@@ -62,7 +62,7 @@ def test_connect_sends_clients_of_a_cluster_to_the_head(site, capsys):
     )
 
 
-def test_litellm_gets_the_models_of_all_services_and_hosts_and_no_key(site, capsys):
+def test_litellm_configuration_lists_all_models_and_no_key(site, capsys):
     settings = {"model": "qwen3.5-35b", "serve": {"names": ["big"]}, "services": {"small": SMALL}}
     (site / "group_vars/spark.yml").write_text(yaml.safe_dump(settings))
     assert main(["connect", "--for", "litellm"]) == 0

@@ -63,7 +63,7 @@ def test_failed_stage_ends_the_ladder_and_restores_the_settings(ladder):
     assert ladder.steps[-2:] == [("serve", "all", "spark-1"), ("serve", None, "spark-1")]
 
 
-def test_ladder_changes_nothing_unconfirmed_or_if_a_stage_does_not_fit(ladder, monkeypatch):
+def test_ladder_changes_nothing_if_a_stage_does_not_fit(ladder, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     with pytest.raises(SparkError, match="requires a terminal"):
         ladder.run(yes=False)

@@ -30,7 +30,7 @@ def entry(at_us, unit, text):
     return json.dumps({"__REALTIME_TIMESTAMP": str(at_us), "_SYSTEMD_UNIT": unit, "MESSAGE": text})
 
 
-def test_log_lines_start_with_the_unit_and_incomplete_lines_are_skipped():
+def test_log_lines_start_with_their_unit():
     text = [
         entry(1, "spark-serve@main-0.service", "loading"),
         entry(2, "spark-gateway@main.service", [104, 105]),

@@ -190,7 +190,7 @@ def test_status_lists_missing_jobs_for_each_keep_ready_entry(tmp_path):
         (HostStatus(None, "its host tools are of another version"), "lab-1: release unknown: its"),
     ],
 )
-def test_status_does_not_guess_the_release_if_host_tools_are_unreadable(tmp_path, data, line):
+def test_status_shows_no_release_if_host_tools_are_unreadable(tmp_path, data, line):
     text = text_of(tmp_path, data)
     assert text.startswith(line)
     assert "serves nothing" not in text
@@ -202,7 +202,7 @@ def test_status_shows_an_unreachable_host_on_one_line(lines):
     assert list(lines(host)) == ["lab-1: unreachable: refused"]
 
 
-def test_a_running_release_is_shown_even_if_the_settings_cannot_be_served(tmp_path):
+def test_status_shows_the_running_release_despite_invalid_settings(tmp_path):
     text = text_of(tmp_path, document(), target_of(tmp_path).with_model("no-such-model", "v2"))
     assert f"lab-stub with v2 as lab-model ({RELEASE})" in text
     assert "the settings cannot be served: " in text

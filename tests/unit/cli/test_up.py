@@ -137,7 +137,7 @@ def test_preview_shows_old_and_new_release(release, text):
 
 
 @pytest.mark.parametrize(("name", "compiles"), [(OLD, False), ("embed-aaaaaaaaaaaa", True)])
-def test_preview_omits_compilation_if_an_earlier_release_has_the_same_cache(name, compiles):
+def test_preview_omits_compilation_if_a_release_has_the_same_cache(name, compiles):
     data = status()
     data["releases"].append({**data["releases"][0], "name": name, "cache": PLAN.cache_dir})
     assert text_of(data).endswith(COMPILING) is compiles

@@ -59,7 +59,7 @@ def test_use_writes_a_choice_for_one_host_to_its_host_vars(site, has_schema):
     assert (site / "group_vars/all.yml").read_text() == ALL
 
 
-def test_use_writes_nothing_in_a_dry_run_or_for_the_same_choice(site, capsys):
+def test_use_writes_nothing_in_a_dry_run_or_without_a_change(site, capsys):
     assert main(["use", "agent", "--dry"]) == 0
     assert "v2 → agent" in capsys.readouterr().out
     assert main(["use", "v2"]) == 0

@@ -33,7 +33,7 @@ def test_every_layer_of_the_122b_has_one_attention_type():
         ("a{,s}", ["a", "as"]),
     ],
 )
-def test_expands_braces_in_order(pattern, names):
+def test_patterns_expand_braces_in_order(pattern, names):
     assert list(expand(pattern)) == names
     assert count_names(pattern) == len(names)
 
@@ -64,7 +64,7 @@ def test_rejects_patterns_that_expand_to_the_same_name():
 
 
 @given(st.integers(0, 60), st.integers(0, 60), st.integers(1, 9))
-def test_expands_ranges(first, more, step):
+def test_pattern_ranges_expand_to_every_number(first, more, step):
     names = list(expand(f"l{{{first}..{first + more}..{step}}}"))
     assert names == [f"l{n}" for n in range(first, first + more + 1, step)]
 

@@ -78,5 +78,5 @@ def test_fact_parses_tool_output(case):
     assert {path: at(result, path) for path in data["value"]} == data["value"]
 
 
-def test_every_fact_has_cases():
+def test_every_fact_has_test_cases():
     assert {case.parent.name for case in CASES} == set(FACTS)

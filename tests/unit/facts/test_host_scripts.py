@@ -185,7 +185,7 @@ def read_docker(folder):
     ("delays_s", "silent"),
     [({"docker": 2, "nvidia-smi": 2, "nvidia-ctk": 2}, ()), ({"docker": 9}, ("docker",))],
 )
-def test_waits_for_slow_programs_and_reports_those_that_do_not_respond(
+def test_waits_for_slow_programs_and_reports_unresponsive_programs(
     tmp_path, monkeypatch, delays_s, silent
 ):
     monkeypatch.setattr(docker_facts, "_TIMEOUTS_S", (1.5, 8.0))

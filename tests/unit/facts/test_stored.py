@@ -43,7 +43,7 @@ def linkable_mib(root, wanted, *look_in):
     return read_stored(root, *look_in).linkable_bytes(f"{root}/sources/new", files) // MIB
 
 
-def test_linkable_files_are_blobs_named_by_hash_and_files_with_receipts(root):
+def test_only_hashed_blobs_and_files_with_receipts_are_linkable(root):
     assert linkable_mib(root, "abc") == 3
     assert linkable_mib(root, "a") == 1
     assert linkable_mib(root, "b", "sources") == 0

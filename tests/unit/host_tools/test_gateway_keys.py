@@ -47,7 +47,7 @@ def usage(host, service="main"):
     return {name: count.requests for name, count in counts.items()}
 
 
-def test_accepts_named_keys_in_both_headers_next_to_the_unnamed_key(js_host):
+def test_accepts_named_keys_in_both_headers(js_host):
     with recording_gateway(js_host, keys=two_keys()) as client:
         for token in (ANNA, BOB):
             assert client.status(CHAT, QUESTION, key=token) == 200
@@ -68,7 +68,7 @@ def test_named_keys_work_on_a_host_with_several_services(js_host):
         assert usage(js_host) == {"anna": 2}
 
 
-def test_no_file_contains_a_named_key_and_only_root_reads_the_usage(js_host):
+def test_named_keys_are_in_no_file_and_usage_is_private(js_host):
     with running_gateway(js_host, keys=two_keys()) as client:
         assert client.status(CHAT, QUESTION, key=ANNA) == 200
         assert client.status(CHAT, QUESTION, key=f"sk-{'z' * 43}") == 401

@@ -100,7 +100,7 @@ def test_opening_traffic_does_not_follow_a_symlink_at_the_socket(host, prepared,
 
 
 @root_only
-def test_opening_traffic_does_not_follow_a_symlink_at_the_traffic_file(host, prepared, secret):
+def test_opening_traffic_replaces_a_symlink_at_the_traffic_file(host, prepared, secret):
     folder = host.paths.service_run(prepared.service)
     os.chown(folder, NOBODY.pw_uid, -1)
     traffic_file = host.paths.traffic(prepared.service)

@@ -115,7 +115,7 @@ def test_image_is_pulled_from_the_registry_without_local_blobs(root, daemon):
     assert (root / "tree").exists()
 
 
-def test_image_is_pulled_from_the_registry_if_a_local_blob_is_missing(root, daemon):
+def test_image_comes_from_the_registry_if_a_local_blob_is_missing(root, daemon):
     (root / "tree" / digest(LAYER)).unlink()
     *result, errors = run(root, keep=True)
     assert (tuple(result), daemon.pulled[-1]) == (BUILT, REFERENCE)

@@ -253,7 +253,7 @@ def test_manually_stopped_service_is_not_started(start):
         assert host.units.starts == []
 
 
-def test_serves_again_if_an_earlier_process_was_killed_while_it_drained(start):
+def test_request_reopens_a_service_closed_by_a_killed_relay(start):
     with start() as host:
         assert host.chat("model-1")[0] == 200
         gateway.close_traffic("first", host.here.paths)

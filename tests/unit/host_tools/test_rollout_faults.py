@@ -147,7 +147,7 @@ def test_rollout_survives_two_kills_at_every_call(name):
 )
 @example(STORIES["new release"], {40: "fail", 48: "fail", 78: "kill after"}, [A])
 @example(STORIES["same release again"], {64: "fail", 77: "fail", 120: "fail"}, [B, A])
-def test_any_sequence_of_rollouts_and_faults_ends_with_a_proven_release(story, faults, then):
+def test_any_sequence_of_faults_ends_with_a_proven_release(story, faults, then):
     run_story(story, faults, then)
 
 

@@ -181,9 +181,7 @@ def test_hanging_docker_does_not_stop_the_watchdog(host, systemctl_calls, monkey
 
 @pytest.mark.usefixtures("systemctl_calls")
 @pytest.mark.parametrize("disk", ["full", "hanging"])
-def test_watchdog_kills_the_engine_even_if_it_cannot_record_the_event(
-    host, engine, monkeypatch, capfd, disk
-):
+def test_watchdog_kills_the_engine_without_a_recorded_event(host, engine, monkeypatch, capfd, disk):
     recovered = threading.Event()
 
     def write(path, text, mode=420):

@@ -27,6 +27,6 @@ def test_assert_unchanged_accepts_run_without_changes():
         (results(IDLE), 1),
     ],
 )  # fmt: skip
-def test_assert_unchanged_rejects_run_that_failed_changed_or_has_no_results(document, exit_code):
+def test_assert_unchanged_rejects_changed_failed_and_empty_runs(document, exit_code):
     with pytest.raises(AssertionError):
         run_of(document, exit_code).assert_unchanged()

@@ -142,7 +142,7 @@ def tool_folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_failed_image_pull_is_reported_with_the_fix_of_the_host_tools(tool_folder):
+def test_failed_image_pull_shows_the_fix_from_the_host_tools(tool_folder):
     line = f"error: {IMAGE}: the pull stalls: no bytes in 300 s; fix: look at the registry"
     install_stub(tool_folder, "spark-host", f"echo phase=pull bytes=5; echo '{line}' >&2; exit 1")
     with pytest.raises(HostError, match=r"no bytes in 300 s\n  fix: look at the registry"):
@@ -150,7 +150,7 @@ def test_failed_image_pull_is_reported_with_the_fix_of_the_host_tools(tool_folde
 
 
 @pytest.mark.parametrize("script", ["exit 0", "exit 2", None])
-def test_gpu_is_checked_after_image_pull_if_host_tools_are_old_or_missing(tool_folder, script):
+def test_gpu_is_checked_after_the_image_pull_without_current_host_tools(tool_folder, script):
     if script:
         install_stub(tool_folder, "spark-host", f'[ "$*" = "image {IMAGE}" ] || exit 9\n{script}')
     gpu._pull(None, IMAGE)

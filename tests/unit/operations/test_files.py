@@ -55,7 +55,7 @@ def test_one_command_reads_the_state_of_all_expected_files():
     assert host.queries == [(FIRST.path, SECOND.path, "/etc/none")]
 
 
-def test_file_states_are_read_again_after_a_command_or_for_a_new_file():
+def test_cached_file_states_expire_after_a_command():
     host = Disk(FIRST)
     with on(host) as state:
         assert place(FIRST) == []
@@ -182,7 +182,7 @@ def test_unpacking_leaves_only_the_archive_members_and_the_receipt(tmp_path):
 
 
 @pytest.mark.parametrize("received", [0, 100, -1])
-def test_never_unpacks_bytes_that_differ_from_what_was_sent(tmp_path, received):
+def test_never_unpacks_an_archive_with_a_wrong_checksum(tmp_path, received):
     home, content = tmp_path / "tools/site", zip_package()
     home.mkdir(parents=True)
     (home / "before").touch()

@@ -205,7 +205,7 @@ def test_private_ca_issues_a_certificate_only_once(private_ca, tmp_path):
         ),
     ],
 )
-def test_new_key_is_generated_on_the_host_unless_the_controller_sets_it(host, key, pattern):
+def test_new_key_is_generated_on_the_host_unless_configured(host, key, pattern):
     [command] = run_operation(host, gateway.replace_key, replace(PLAN, key=key))
     assert re.match(pattern, command)
 

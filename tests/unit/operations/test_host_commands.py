@@ -85,7 +85,7 @@ def test_lost_connection_is_reported_as_unreachable_host(error):
     assert text.endswith("fix: run again; finished steps are skipped")
 
 
-def test_unexpected_error_names_the_operation_and_asks_for_a_bug_report():
+def test_unexpected_error_names_the_operation_and_requests_a_report():
     unread = message_of(FactUnavailableError("could not read the state"), connected=True)
     assert "raise_error: could not read the state\n" in unread
     assert "raise_error: KeyError: 'x'\n  fix: report this" in message_of(

@@ -118,9 +118,7 @@ ONE, OTHER = "a" * 64, "b" * 64
         ((OTHER, None), ONE, "x"),
     ],
 )
-def test_rejects_donor_tensors_that_differ_between_hosts_or_from_the_lock(
-    monkeypatch, hashes, locked, refused
-):
+def test_rejects_donor_tensors_with_different_hashes(monkeypatch, hashes, locked, refused):
     problems = Builders(monkeypatch, x=hashes[0], y=hashes[1]).compare(built_work(locked))
     assert "".join(problems) == refused
     for name, text in problems.items():
@@ -166,7 +164,7 @@ def test_job_in_an_unknown_state_is_not_started():
 @pytest.mark.parametrize(
     ("state", "sent"), [("waiting", True), ("failed", True), ("running", False), ("done", False)]
 )
-def test_hub_token_is_sent_on_standard_input_and_only_when_a_job_starts(tmp_path, state, sent):
+def test_hub_token_is_sent_on_standard_input_only_for_starting_jobs(tmp_path, state, sent):
     token = "hf_canary0123456789"
     (tmp_path / "token").write_text(token)
     hub = HubSettings(token=SecretRef(file=str(tmp_path / "token")))

@@ -74,7 +74,7 @@ def run(host, body=change, executing=True):
     return commands
 
 
-def test_lease_is_acquired_before_the_first_command_and_returned_at_the_end(path):
+def test_lease_is_held_from_the_first_command_to_the_end(path):
     host = local_host()
     assert run(host) == ["first", "second"]
     token, _, since, who = path.read_text().split()
@@ -103,7 +103,7 @@ def test_missing_sudo_password_is_not_reported_as_a_lost_host(path):
     assert "run deploys/bootstrap.py once" in refusal
 
 
-def test_lease_of_a_killed_run_on_the_same_controller_is_taken_over(path):
+def test_lease_of_a_killed_local_run_is_taken_over(path):
     take(path, DEAD, "ann@desk")
     assert run(local_host()) == ["first", "second"]
     assert path.read_text().startswith(this_run())
@@ -135,7 +135,7 @@ def test_damaged_lease_expires_without_running_code(path, content):
     assert re.fullmatch(r"acquired|held a \d+ s \$\(id\)", take(path, OTHER, "ben@laptop"))
 
 
-def test_waiting_run_locks_the_new_file_if_the_lock_file_is_replaced(path):
+def test_waiting_run_locks_the_replacement_of_a_removed_lock_file(path):
     lock = Path(f"{path}.lock")
     script = ["sh", "-c", lease_script(str(path), OTHER, "ann@desk")]
     with lock.open("w") as removed:

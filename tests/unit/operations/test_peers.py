@@ -128,7 +128,7 @@ def test_next_run_stops_peer_sharing_left_by_an_interrupted_run(monkeypatch):
     assert {name: len(commands) for name, commands in fleet.stop().items()} == {"a": 1, "b": 0}
 
 
-def test_host_with_unknown_address_copies_files_but_does_not_share_them(monkeypatch):
+def test_host_with_an_unknown_address_does_not_share_files(monkeypatch):
     fleet = Fleet(monkeypatch, a="", b="", c="")
     fleet.hosts["b"].facts["LoginAddress"] = ""
     assert [len(commands) for commands in fleet.share().values()] == [2, 1, 2]

@@ -33,7 +33,7 @@ def secret(tmp_path):
     return ProxySettings(SecretRef(file=str(tmp_path / "proxy")), direct=("lan", "10.0.0.1"))
 
 
-def test_proxy_password_is_sent_on_standard_input_to_a_file_owned_by_root(secret):
+def test_proxy_password_reaches_its_root_only_file_through_standard_input(secret):
     [command] = set_job_proxy(secret)
     assert PASSWORD not in repr(command) + str(command)
     [content] = unpack_sent(command)
@@ -45,7 +45,7 @@ def test_proxy_password_is_sent_on_standard_input_to_a_file_owned_by_root(secret
     assert f"put 0 600 {PATH}" in str(command)
 
 
-def test_unchanged_proxy_needs_no_command_and_no_proxy_removes_the_file(secret):
+def test_proxy_file_changes_only_with_the_proxy_setting(secret):
     assert set_job_proxy(secret, proxy_file(secret)) == []
     [command] = set_job_proxy(NO_PROXY, proxy_file(secret))
     assert str(command) == f"rm -f -- {PATH}"

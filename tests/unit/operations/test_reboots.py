@@ -94,7 +94,7 @@ def test_reboot_marker_contains_the_previous_boot_id(monkeypatch):
     assert written == [f"the-boot-before\n{PENDING}"]
 
 
-def test_does_not_reboot_if_another_host_failed_or_status_is_unreadable():
+def test_does_not_reboot_if_another_host_failed_or_tools_are_unreadable():
     [command] = reboot(factory_spark(**KERNEL), FakeHost(name="spark-0"))
     assert command.startswith("_report_failure(")
     assert "not rebooted, because spark-0 failed first" in command

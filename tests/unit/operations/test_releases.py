@@ -204,7 +204,7 @@ def test_deploy_does_not_start_a_service_stopped_on_purpose():
     assert run_operation(host, serve.verify_service, PLAN, SimpleNamespace()) == []
 
 
-def test_on_request_service_starts_at_deploy_only_to_check_a_new_release():
+def test_deploy_starts_an_on_request_service_only_to_check_it():
     stopped = {"schema_version": 1, "at": "then", "release": RELEASE, "on_request": True}
     state: dict[str, Any] = {"stopped_by_hand": stopped, "active": None, "traffic_open": False}
     host = serving({"unproven": "not running"}, **state)
@@ -226,7 +226,7 @@ def test_deploy_after_a_rollback_reports_that_it_applies_the_settings_again():
     assert f"but the settings select {RELEASE}" in host.logs[0]
 
 
-def test_deploy_resets_the_failed_unit_of_a_rollout_killed_after_the_check():
+def test_deploy_resets_the_failed_unit_of_a_killed_rollout():
     reset = f"systemctl reset-failed spark-switch@{RELEASE}.service"
     assert roll_out(serving({"change_failed": True})) == [reset]
     down = serving({"change_failed": True}, active=None)
@@ -308,7 +308,7 @@ def test_progress_of_a_rollout_is_read_by_its_id(monkeypatch):
 
 
 @pytest.mark.parametrize(("follows", "lines"), [(True, 4), (False, 2)])
-def test_plain_pyinfra_logs_each_step_once_and_a_terminal_every_update(monkeypatch, follows, lines):
+def test_plain_pyinfra_logs_each_rollout_step_once(monkeypatch, follows, lines):
     steps = [f"waited_s={5 * n} loading weights, {n}.0 of 9.0 GB" for n in (1, 2, 3)]
     steps += ["waited_s=20 compiling, 1 s"]
     running = [rollout(state="running", phase="start", progress=step) for step in steps]

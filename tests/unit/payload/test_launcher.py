@@ -68,7 +68,7 @@ def run_from_memory(*arguments, cwd):
     )  # fmt: skip
 
 
-def test_host_tools_sent_for_one_command_run_from_memory_and_leave_no_files(tmp_path):
+def test_temporary_host_tools_run_from_memory_and_leave_no_files(tmp_path):
     result = run_from_memory("help", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "spark-host manifest" in result.stderr
@@ -79,7 +79,7 @@ def test_host_tools_sent_for_one_command_run_from_memory_and_leave_no_files(tmp_
     assert "models_dir: missing; fix:" in bad.stderr
 
 
-def test_host_tools_run_from_memory_ignore_python_files_in_the_current_directory(tmp_path):
+def test_temporary_host_tools_ignore_python_files_in_the_current_directory(tmp_path):
     for name in ("spark_host", "base64", "tarfile"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('code of a stranger')")
     assert run_from_memory("help", cwd=tmp_path).returncode == 0

@@ -218,7 +218,7 @@ def test_peer_copies_int4_checkpoint_without_16_bit_repository():
     assert not [work for work in jobs if work.job.kind == "fetch"]
 
 
-def test_disk_plan_includes_int4_checkpoint_and_pruning_removes_16_bit_repository():
+def test_disk_plan_keeps_the_int4_checkpoint_but_not_its_original():
     plan = plan_of(**INT4)
     path = plan.requantized.dir
     assert dict(plan.preflight.disk_needed_bytes)[path] > plan.requantized.size_bytes

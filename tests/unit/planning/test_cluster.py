@@ -93,7 +93,7 @@ def test_each_rank_gets_its_index_interface_and_devices():
     ]  # fmt: skip
 
 
-def test_cluster_uses_only_devices_with_the_gid_index_of_the_main_port():
+def test_cluster_uses_only_devices_with_the_main_gid_index():
     first, second, *others = cabled_ports(0, 11)
     ports = Ports((LAN, first, replace(second, gid_index=9), *others))
     up = [port for port in (first, second) if port.up]
@@ -122,7 +122,7 @@ def test_only_cluster_members_use_the_host_network():
     assert single_args == member_args
 
 
-def test_service_unit_of_a_cluster_member_blocks_foreign_access_to_its_ports():
+def test_unit_of_a_cluster_member_closes_its_ports_to_other_hosts():
     plan = plan_on("spark-1", FABRIC)
     path = f"{plan.release.serve_unit}.d/50-cluster.conf"
     [text] = [f.content.decode() for f in release_files(plan) if f.path.endswith(path)]
@@ -312,7 +312,7 @@ def test_configures_listed_ports_without_rdma():
          "used by enP7s7"),
     ],
 )  # fmt: skip
-def test_rejects_conflicting_ports(ports, fabric, message):
+def test_rejects_conflicting_fabric_ports(ports, fabric, message):
     with pytest.raises(PlanError, match=message):
         network_plan("spark-1", *ports, **fabric)
 
@@ -344,7 +344,7 @@ def test_rejects_unusable_fabric_settings(fabric, message):
     assert [broken for broken in FabricSettings(**fabric).violations() if message in broken.what]
 
 
-def test_links_include_both_interfaces_in_both_directions():
+def test_fabric_links_include_both_interfaces_in_both_directions():
     links = [
         (link.interface, link.address)
         for host in PAIR

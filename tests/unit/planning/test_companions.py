@@ -92,7 +92,7 @@ def test_ngram_drafts_do_not_need_memory():
     assert len(plan.sources) == 1
 
 
-def test_drafts_setting_changes_the_draft_count_and_zero_disables_the_drafter():
+def test_drafts_setting_changes_the_count_or_disables_the_drafter():
     fewer, off = (make_plan(EAGLE, **{"engine.drafts": drafts}) for drafts in (1, 0))
     config = drafts_of(fewer)
     assert (config["method"], config["num_speculative_tokens"]) == ("eagle3", 1)

@@ -63,7 +63,7 @@ def test_rejects_value_that_looks_like_an_option(options):
         option_arguments(options)
 
 
-def test_serves_all_names_in_order():
+def test_engine_serves_all_model_names_in_order():
     arguments = argv()
     start = arguments.index("--served-model-name")
     assert arguments[start + 1 : start + 3] == ("first", "second")
@@ -185,7 +185,7 @@ def test_options_and_portable_mode_disable_pinning(change):
     assert TRITON_EXPERTS_LINE not in required_and_forbidden_lines(model, profile, plugin=False)[0]
 
 
-def test_does_not_pin_drafter_from_separate_repository_or_in_portable_mode():
+def test_does_not_pin_kernels_of_separate_or_portable_drafters():
     profile = SHIPPED.profile("v2", MODEL)
     for changed in (
         replace(profile, speculation=replace(profile.speculation, repository="org/drafter")),

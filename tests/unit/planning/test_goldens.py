@@ -117,7 +117,7 @@ def compare(name, text):
 
 
 @pytest.mark.parametrize(("model", "profile"), PAIRS, ids=[f"{m}--{p}" for m, p in PAIRS])
-def test_plan_matches_reviewed_golden(model, profile):
+def test_plan_matches_its_reviewed_golden_file(model, profile):
     compare(f"{model}--{profile}.txt", golden_of(model, profile))
 
 
@@ -132,13 +132,13 @@ def text_of(case):
 
 
 @pytest.mark.parametrize("case", TEXTS)
-def test_plan_text_matches_reviewed_golden(case):
+def test_plan_text_matches_its_reviewed_golden_file(case):
     lines, base = text_of(case), text_of("default")
     changed = lines if case == "default" else ["as default, but", *changes(base, lines)]
     compare(f"text-{case}.txt", "\n".join([*changed, ""]))
 
 
-def test_no_golden_is_stale():
+def test_every_golden_file_belongs_to_a_plan():
     names = {f"{model}--{profile}.txt" for model, profile in PAIRS}
     names |= {f"text-{case}.txt" for case in TEXTS}
     stale = [path for path in GOLDEN.iterdir() if path.name not in names]

@@ -220,7 +220,7 @@ def test_warns_about_risky_settings(rule, settings, warned):
         ("registry.lan/engine:ours", False),
     ],
 )
-def test_warns_that_prefix_caching_with_drafts_is_untested_on_older_engines(image, unproven):
+def test_warns_about_prefix_caching_with_drafts_on_older_engines(image, unproven):
     agent = CATALOG.profile("agent", "large")
     assert facts(agent, **{"images.engine": image})["engine_prefixes_unproven"] is unproven
 
@@ -507,7 +507,7 @@ UNTRUSTED = [
 
 
 @pytest.mark.parametrize(("rule", "settings"), UNTRUSTED)
-def test_third_party_code_is_rejected_unless_its_guard_rail_is_overridden(rule, settings):
+def test_third_party_code_is_rejected_without_an_override(rule, settings):
     [problem] = problems(**settings)
     assert f"guard rail {rule}:" in problem.what
     other = "docker-on-the-network" if rule == "trust-remote-code" else "trust-remote-code"

@@ -140,7 +140,7 @@ def plan_ready(*pairs, **settings):
     return plan_of("large", "v2", keep_ready=list(pairs), **settings)
 
 
-def test_kept_ready_model_adds_only_jobs_not_shared_with_the_active_one():
+def test_kept_ready_model_adds_only_jobs_that_the_active_model_lacks():
     jobs = ready_jobs(plan_ready(SMALL), ())
     assert sorted(work.job.kind for work in jobs) == ["checkpoint", "fetch"]
     served, ready = plan_ready(), plan_ready(TURBOQUANT)

@@ -93,7 +93,7 @@ def test_suggests_sufficient_memory_for_a_service():
     assert problems_with(enough - 1.3) != []
 
 
-def test_suggests_less_memory_for_services_if_the_main_service_does_not_fit():
+def test_suggests_less_memory_for_services_if_main_does_not_fit():
     [problem] = [p for p in problems_with(90) if "does not fit on one host" in p.what]
     match = re.search(r"lower services\.embed\.memory_gib to (\d+) together", problem.fix)
     assert match is not None, problem.fix
@@ -224,7 +224,7 @@ ANATOMIES = {
 }  # fmt: skip
 
 
-def test_documented_example_fits_on_one_spark(tmp_path):
+def test_documented_example_of_several_services_fits_on_one_spark(tmp_path):
     page = (CHECKOUT / "docs/how-to/several-services.md").read_text()
     blocks = map(yaml.safe_load, re.findall(r"^```yaml\n(.*?)^```", page, re.M | re.S))
     [overrides] = [block for block in blocks if "model" in block]

@@ -346,7 +346,7 @@ def test_accepts_nonzero_blocks_among_mostly_zero_blocks(write, scale_of_zeros):
         ({"experts": EXPERTS - 1}, f"num_experts is {EXPERTS - 1}"),
     ],
 )
-def test_rejects_a_config_with_fewer_layers_or_experts_than_the_tensors(write, sizes, message):
+def test_rejects_a_config_that_omits_layers_or_experts(write, sizes, message):
     write().refused(message, **sizes)
 
 
