@@ -201,7 +201,8 @@ HEADINGS = {
     "model": "Model and service\n"
     "A release contains model, profile, engine, memory, watch, check, and the names and time "
     "limits of serve. A change of these settings restarts and checks the engine; if the check "
-    "fails, the previous release returns. Port, exposure, TLS, keys and request limits need no restart.",
+    "fails, the previous release returns. Port, exposure, TLS, keys and request limits need no "
+    "restart.",
     "memory": "Memory: one pool for CPU and GPU",
     "lock_file": "Sources",
     "expect": "Host requirements",
