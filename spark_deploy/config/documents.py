@@ -62,7 +62,7 @@ def key_as_field(field: str) -> BeforeValidator:
 
 
 class Violation(NamedTuple):
-    """A broken rule between keys; the file that sets ``set_by`` is reported, by default ``key``."""
+    """A broken rule between keys, reported for the file that sets ``set_by`` (default: ``key``)."""
 
     key: KeyPath
     what: str
@@ -73,7 +73,7 @@ class Violation(NamedTuple):
 def rule_validator(find: Callable[[Any, Any], Iterator[Violation]]) -> AfterValidator:
     """Return a validator for ``Annotated`` that reports all broken rules of a document.
 
-    ``find`` yields them, given the document and the context of ``convert``.
+    ``find`` yields the broken rules, given the document and the context of ``convert``.
     """
 
     def check(document: _T, info: ValidationInfo) -> _T:

@@ -180,7 +180,7 @@ def unusable_values(data: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, st
         yield (), f"has more than {MAX_VALUES} values", "write fewer values, without nested aliases"
     elif len(path) > _MAX_LEVELS:
         fix = "remove recursive aliases, and reduce the nesting"
-        yield path[:3], "nests too deeply, or contains itself", fix
+        yield path[:3], "is nested too deeply, or contains itself", fix
     elif isinstance(data, dict):
         for key, value in data.items():
             if not isinstance(key, str):
@@ -205,7 +205,7 @@ def _scalar_problems(scalar: Any) -> Iterator[tuple[str, str]]:
             yield "is too large a number", f"write a number between -{limit} and {limit}"
     elif isinstance(scalar, str):
         if _SURROGATE.search(scalar):
-            yield "contains an invalid character", "remove it, or type the text again"
+            yield "contains an invalid character", "type the text again, or remove it"
     elif scalar is not None:
         label = str(scalar)[:60]
         message = f"{label} is a {type(scalar).__name__}, not text or a number"

@@ -336,7 +336,7 @@ def make_anatomy(repository: str, description: RepositoryDescription) -> Anatomy
     config = ModelConfig(where, description.documents.get(CONFIG, {}))
     sizes = {part: sum(by_dtype.values()) for part, by_dtype in description.parts.items()}
     if sum(sizes.values()) > _MAX_BYTES:
-        what = f"the tensors in its headers add up to {sum(sizes.values())} bytes"
+        what = f"the tensors in the headers add up to {sum(sizes.values())} bytes"
         raise LockError.one(where, what, "choose another commit of the repository")
     cache: tuple[CacheLayers, ...] = ()
     cache_unknown = ""

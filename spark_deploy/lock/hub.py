@@ -75,7 +75,7 @@ def look_up_repo(endpoint: str, repo: str, revision: str, token: str | None) -> 
         fix = "correct sources.revision in the model file"
         raise LockError.one(where, f"has no branch, tag or commit {revision}", fix) from error
     except RepositoryNotFoundError as error:
-        fix = "correct the name; if it is private, run `hf auth login` or set hub.token"
+        fix = "correct the name; for a private repository, run `hf auth login` or set hub.token"
         raise LockError.one(where, "no such repository", fix) from error
     except (HfHubHTTPError, httpx2.HTTPError, OSError) as error:
         reason = f"{type(error).__name__}: {without_errno(one_line(error))}"
@@ -130,7 +130,7 @@ def _reject_redirect_to_http(response: httpx2.Response) -> None:
     if response.has_redirect_location and response.url.scheme == "https":
         target = response.url.join(response.headers["location"])
         if target.scheme != "https":
-            what = f"it redirects from https to {one_line(target.scheme)}"
+            what = f"the hub redirects from https to {one_line(target.scheme)}"
             raise httpx2.UnsupportedProtocol(what, request=response.request)
 
 
@@ -146,7 +146,7 @@ def _make_source(where: str, repo: str, revision: str, info: ModelInfo) -> Locke
             continue
         sha256 = sibling.lfs.sha256 if sibling.lfs else None
         if sibling.size is None or (sha256 is None and sibling.blob_id is None):
-            what = f"lists neither size nor hash for {one_line(sibling.rfilename)}"
+            what = f"the hub lists neither size nor hash for {one_line(sibling.rfilename)}"
             raise LockError.one(where, what, "set hub.endpoint to another hub")
         files.append(_make_file(where, sibling.rfilename, sibling.size, sha256, sibling.blob_id))
     if not info.sha or not files:

@@ -50,7 +50,7 @@ class _SafeRedirects(urllib.request.HTTPRedirectHandler):
     ) -> urllib.request.Request | None:  # fmt: skip
         before, after = urlsplit(req.full_url).scheme, urlsplit(newurl).scheme
         if after not in ("https", before):
-            raise urllib.error.URLError(f"it redirects from {before} to {after}")
+            raise urllib.error.URLError(f"the registry redirects from {before} to {after}")
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
@@ -114,7 +114,7 @@ def _check_entrypoint(configuration: Mapping[str, Any], reference: str) -> None:
     entrypoint = " ".join(configuration["config"].get("Entrypoint") or ())
     if "vllm" not in entrypoint:
         actual = f"starts {entrypoint!r}" if entrypoint else "has no entrypoint"
-        what = f"is not an engine: it {actual}, expected vLLM's server"
+        what = f"the image {actual}, but an engine image must start vLLM's server"
         fix = "use an image with the entrypoint `vllm serve`, such as vllm/vllm-openai"
         raise LockError.one(f"image {reference}", what, fix)
 

@@ -99,7 +99,7 @@ class VerifiedNames:
     mtp_tensors: int = Field(default=0, ge=0)
     """Tensors of the drafter."""
     mtp_from_donor: int = Field(default=0, ge=0)
-    """Tensors of the drafter that only the donor has."""
+    """Tensors of the drafter that only the donor contains."""
     donor_sha256: _Sha256 | SkipJsonSchema[None] = None
     """Hash of the donor's tensors in the first build, required in later builds."""
 
@@ -150,7 +150,7 @@ class Lock:
         )
 
     def has_result_for(self, names: VerifiedNames) -> bool:
-        """Return whether the lock already holds the result of this check."""
+        """Return whether the lock already contains the result of this check."""
         verified = self.names.get(names.build)
         return verified is not None and verified.fingerprint == names.fingerprint
 
@@ -190,7 +190,7 @@ def image_name(reference: str) -> str:
     return f"{head}{slash}{last.split(':', 1)[0]}"
 
 
-_PICKLE = "reading it can run code (pickle)"
+_PICKLE = "reading this file can run code (pickle)"
 _CODE = "is code or of an unknown type"
 _PICKLES = frozenset({
     *("bin", "ckpt", "dill", "h5", "joblib", "keras", "mar", "nemo", "npy", "npz"),

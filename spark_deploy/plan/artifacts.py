@@ -92,7 +92,7 @@ def reject_unbuildable_checkpoint(model: Model, profile: Profile, settings: Sett
     where, checkpoint = f"profile {profile.name}", settings.checkpoint
     if isinstance(model, PlainModel) and (profile.builds_checkpoint or profile.plugin):
         what = f"builds a checkpoint or uses the plugin, but {model.name} is served as published"
-        raise PlanError.one(where, what, "use profile plain, or write a similar one")
+        raise PlanError.one(where, what, "use profile plain, or a similar profile")
     if checkpoint.source == "prebuilt":
         _reject_unusable_hybrid(model, profile)
     if not checkpoint.keep_base:
@@ -128,12 +128,12 @@ def _reject_discarded_base(profile: Profile, settings: Settings) -> None:
 def _reject_unusable_hybrid(model: Model, profile: Profile) -> None:
     fix = "set checkpoint.source: base"
     if isinstance(model, PlainModel) or model.sources.hybrid is None:
-        what = "this model has no prebuilt hybrid"
+        what = "no prebuilt hybrid checkpoint is known for this model"
         fix = f"set sources.hybrid in the model file, or {fix}"
     elif profile.shared_experts != "fp8-base":
-        what = f"a hybrid has FP8 shared experts, but this profile needs {profile.shared_experts}"
+        what = f"prebuilt shared experts are FP8, but the profile needs {profile.shared_experts}"
     elif profile.layout == "overlay":
-        what = "an overlay drops the shared experts under the names that a hybrid gives them"
+        what = "an overlay would remove the shared experts of a prebuilt hybrid checkpoint"
         fix = f"set checkpoint.layout: full, or {fix}"
     else:
         return

@@ -50,7 +50,7 @@ def fabric_plan(host: str, settings: Settings, host_ports: Ports) -> FabricPlan:
     fabric = settings.fabric
     hosts = fabric.hosts or settings.cluster.hosts
     if host not in hosts:
-        fix = "add it to fabric.hosts or cluster.hosts"
+        fix = "add this host to fabric.hosts or cluster.hosts"
         raise PlanError.one(f"{host}: fabric", "is not in the fabric", fix)
     ports = tuple(
         FabricPort(port.interface, fabric.address(hosts.index(host), network), fabric.mtu)
@@ -79,7 +79,7 @@ def _fabric_ports(host: str, settings: Settings, host_ports: Ports) -> list[Port
     if missing := [name for name in fabric.interfaces if name not in by_name]:
         what = f"{', '.join(missing)}: no such interface (found: {', '.join(by_name) or 'none'})"
         raise PlanError.one(
-            f"{host}: fabric.interfaces", what, "run `ip link` on that host to list them"
+            f"{host}: fabric.interfaces", what, "run `ip link` on that host to list its interfaces"
         )
     if fabric.interfaces:
         return [by_name[name] for name in fabric.interfaces]
@@ -104,7 +104,9 @@ def _conflicts(host: str, planned: FabricPort, host_ports: Ports) -> Iterator[Pr
     for interface, text in present:
         if interface == planned.interface and text != planned.address:
             what = f"already has {text}; {NETPLAN_FILE} would add a second address"
-            fix = "configure its twin port in the file that sets this address, or remove it there"
+            fix = (
+                "configure the twin port in the file that sets this address, or remove the address"
+            )
             yield Problem(f"{host}: {interface}", what, fix)
         elif interface != planned.interface and network.overlaps(
             ipaddress.IPv4Interface(text).network
@@ -205,7 +207,7 @@ def _address_problems(
             subnet = _interfaces(port)[0].network
             first = first_ports.setdefault(subnet, port)
             if first is not port and (first.device or port.device):
-                what = f"{subnet} is also the network of {first.interface}: ambiguous routes"
+                what = f"{subnet} is also the network of {first.interface}, so routes are ambiguous"
                 fix = "give each cabled port a separate network (netplan)"
                 yield Problem(f"{host}: {port.interface}", what, fix)
 
@@ -254,7 +256,7 @@ def _missing_address(host: str, ports: Sequence[Port], subnet: str | None) -> Pr
 def _make_endpoint(host: str, ports: Sequence[Port], network: ipaddress.IPv4Network) -> Endpoint:
     main = next(port for port in ports if port.up and _address(port, network))
     # Use all interfaces of a cage: each carries only half of the cable's bandwidth. They must share
-    # a GID index, because NCCL uses one for all devices.
+    # a GID index, because NCCL uses the same index for all devices.
     rdma_ports = [port for port in ports if port.device and port.up and port.addresses]
     usable = [port for port in rdma_ports if main.device and port.gid_index == main.gid_index]
     return Endpoint(

@@ -258,10 +258,10 @@ def _limit_problems(model: Model, profile: Profile) -> Iterator[Problem]:
     native, context = native_context_tokens(model), context_tokens(model, profile)
     if context > native and context_is_known and not extends_context(profile):
         what = f"{context:,} tokens exceed the context of {model.name} ({native:,})"
-        fix = f"set engine.max_context_tokens to {native} or less, or remove it"
+        fix = f"set engine.max_context_tokens to {native} or less, or remove the setting"
         yield Problem("engine.max_context_tokens", what, fix)
     if profile.speculation and profile.speculation.uses_model_layers and not can_draft:
-        what = f"{model.name} has no MTP layer to draft with"
+        what = f"{model.name} has no MTP layer for drafts"
         fix = "set engine.drafts: 0, or choose a profile without drafts"
         yield Problem(f"profile {profile.name}", what, fix)
     drafts = profile.speculation
@@ -269,7 +269,7 @@ def _limit_problems(model: Model, profile: Profile) -> Iterator[Problem]:
         what, fix = "needs engine.draft_vocabulary_tokens", "set it, or remove the text"
         yield Problem("engine.draft_vocabulary_text", what, fix)
     if model.adapters and profile.speculation:
-        what = f"drafts are unverified with adapters, and {model.name} has adapters"
+        what = f"drafts were never tested with adapters, and {model.name} has adapters"
         yield Problem(f"profile {profile.name}", what, "set engine.drafts: 0")
     table = None if isinstance(model, PlainModel) else model.architecture.ngram_table
     if (table is None) != (profile.ngram_table is None):
@@ -300,7 +300,7 @@ def _architecture_problems(
     others = [v for v, engine in engines.engines.items() if engine.supports(name)]
     fix = f"use an image with {ENGINE_NAME} {', '.join(others)}"
     fix = fix if others else "choose another repository"
-    what = f"{ENGINE_NAME} {version} does not support its architecture {name}"
+    what = f"{ENGINE_NAME} {version} does not support the architecture {name}"
     yield Problem(f"model {model.name}", what, f"{fix}, or set engine.options.model-impl")
 
 
@@ -312,7 +312,7 @@ def _parser_problems(model: Model, settings: Settings, engines: Engines) -> Iter
     for kind, parser in parsers.items():
         listed = getattr(engine, kind)
         if parser is not None and parser not in listed:
-            fix = suggest(parser, listed, "remove it; the text then stays unparsed")
+            fix = suggest(parser, listed, "remove the parser; the text then stays unparsed")
             what = f"{ENGINE_NAME} {version} has no parser {parser}"
             yield Problem(f"model {model.name}: parsers.{kind}", what, fix)
 
@@ -350,7 +350,7 @@ def _multi_host_problems(model: Model, profile: Profile, settings: Settings) -> 
     if isinstance(model, PlainModel):
         if ranks > 1:
             what = f"{model.name} is served as published, which supports one host only"
-            yield Problem("cluster.hosts", what, "serve it on each host separately")
+            yield Problem("cluster.hosts", what, "serve the model on each host separately")
         return
     shape = model.architecture
     group = _GROUPS[shape.experts_scheme] if profile.engine_mode == "native" else 1
@@ -363,7 +363,7 @@ def _multi_host_problems(model: Model, profile: Profile, settings: Settings) -> 
         # The guard rail experts-of-one-group rejects a single group per rank.
         if not list(_indivisible_sizes(shape, n, group, shared)) and shape.expert_width // n > group
     ]
-    fix = f"use {' or '.join(fitting)} hosts" if fitting else "serve it on each host separately"
+    fix = f"use {' or '.join(fitting)} hosts" if fitting else "serve it on one host"
     what = f"{model.name} cannot be split evenly over {ranks} hosts: {', '.join(uneven)}"
     yield Problem("cluster.hosts", what, fix)
 
@@ -385,4 +385,4 @@ def _indivisible_sizes(
     }
     for name, (width, size) in widths.items():
         if width % (ranks * size):
-            yield f"{name} experts {width} wide in groups of {size}"
+            yield f"{name} experts of width {width} in groups of {size}"

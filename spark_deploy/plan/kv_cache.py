@@ -208,7 +208,7 @@ def _grouped_shape(
         attention_groups=math.ceil(full / layers_per_group),
         state_blocks=math.ceil(linear / layers_per_group) * _states_per_request(profile),
         window_groups=math.ceil(sliding / layers_per_group),
-        # The cache also holds the tokens of the current step.
+        # The cache also contains the tokens of the current step.
         window_tokens=max((layer.window_tokens for layer in attention), default=0)
         + profile.limits.max_batched_tokens,
     )

@@ -38,7 +38,7 @@ _STOPPING_STEPS = 3  # ExecStop, the signals, ExecStopPost: likewise
 # The counters include a prompt only after it has been read completely. This is far below a Spark's
 # speed (3,317 tokens/s were published for two at 2K), because long contexts slow reading down.
 _SLOWEST_PROMPT_TOKENS_PER_S = 1000
-_HOT_CELSIUS = 90  # boards switch themselves off near 105 without an event
+_HOT_CELSIUS = 90  # boards switch off near 105 °C without an event
 _BENCH_WORSE_PERCENT = 15
 
 

@@ -127,9 +127,9 @@ def resolve_service(settings: Settings, name: str, catalog: Catalog) -> Resolved
         hundredths = -(-needed * 100 // service.memory.total_bytes)
         required_gib = math.ceil(hundredths * service.memory.total_bytes / 100 / GIB * 10) / 10
         what = (
-            f"{model.name} with {profile.name} and one request of "
-            f"{context_tokens(model, profile):,} tokens need {gib(needed)}, but memory_gib is "
-            f"{gib(configured)}"
+            f"{model.name} with {profile.name} needs {gib(needed)} "
+            f"for one request of {context_tokens(model, profile):,} tokens, "
+            f"but memory_gib is {gib(configured)}"
         )
         fix = f"set memory_gib to {required_gib}, or lower engine.max_context_tokens"
         raise PlanError.one(f"services.{name}", what, fix)
@@ -221,11 +221,11 @@ def _memory_error(
     weights, drafter = loaded_bytes(model, profile, settings.ranks)
     hosts = "one host" if settings.ranks == 1 else f"{settings.ranks} hosts, on each"
     what = (
-        f"does not fit on {hosts}: weights {gib(weights)} + drafter {gib(drafter)} + runtime "
-        f"{gib(runtime_bytes(model, profile))} + KV cache for one request of "
-        f"{context_tokens(model, profile):,} tokens add up to "
-        f"{gib(missing_bytes(model, profile, settings))} more than the engine may take of "
-        f"{gib(settings.memory.total_bytes)} ({gib(settings.reserved_bytes)} stay reserved)"
+        f"does not fit on {hosts}: {gib(missing_bytes(model, profile, settings))} too large "
+        f"(weights {gib(weights)}, drafter {gib(drafter)}, "
+        f"runtime {gib(runtime_bytes(model, profile))}, "
+        f"KV cache for one request of {context_tokens(model, profile):,} tokens; "
+        f"{gib(settings.reserved_bytes)} of {gib(settings.memory.total_bytes)} are reserved)"
     )
     adjust = functools.partial(_adjustments, model, profile, settings, catalog)
     usual = _suggestions(adjust([_USUAL_FRACTION]), settings, fits)
@@ -234,12 +234,12 @@ def _memory_error(
     fix = "; or ".join([*changes, *smaller][:_MAX_SUGGESTIONS])
     if not changes:
         fix = (
-            f"no setting makes it fit, because its weights alone are {gib(weights)}: "
+            f"no setting helps, because the weights alone are {gib(weights)}: "
             f"{fix or 'choose a smaller model'}"
         )
     if not usual and (count := _hosts_needed(settings, fits)):
         risk = f"; users report freezes with a fraction above {_SAFE_FRACTION}" if changes else ""
-        fix += f", or serve it on {count} hosts together (cluster.hosts){risk}"
+        fix += f", or serve {model.name} on {count} hosts together (cluster.hosts){risk}"
     return PlanError.one(f"model {model.name} with profile {profile.name}", what, fix)
 
 

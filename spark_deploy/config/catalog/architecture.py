@@ -31,13 +31,13 @@ class SparseAttention:
     budget: int = Field(ge=1, description="indexer_budget: tokens that a query attends to.")
 
     def ring_tokens(self, drafts: int) -> int:
-        """Return the tokens of a request that are not compressed yet."""
+        """Return the maximum number of tokens of a request that are not compressed yet."""
         return -(-(self.compression + drafts) // self.compression) * self.compression
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class HyperConnections:
-    """Sizes of the mixers of a residual stream that is several streams wide."""
+    """Sizes of the mixers of a residual stream that consists of several streams."""
 
     streams: int = Field(ge=1, description="hc_count.")
     rank: int = Field(ge=1, description="hc_lowrank.")
@@ -50,12 +50,12 @@ class NgramTable:
     rows: int = Field(ge=1, description="Rows of the padded table.")
     width: int = Field(ge=1, description="ple_embed_dim divided by the rows per token.")
     rows_per_token: int = Field(ge=1, description="(ngram_size - 1) * heads_per_ngram.")
-    format: Literal["bf16", "fp8"] = Field(description="How the base stores it.")
+    format: Literal["bf16", "fp8"] = Field(description="How the base stores the table.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class Architecture:
-    """Numbers of config.json that sizes are computed from."""
+    """Numbers from config.json, from which sizes are computed."""
 
     layers: int = Field(ge=1, description="Layers of the language model.")
     full_attention_every: int = Field(ge=1)
@@ -98,14 +98,14 @@ class Architecture:
 
     def violations(self) -> Iterator[Violation]:
         if self.linear_layers and self.linear_attention is None:
-            message = f"is missing, but {self.linear_layers} layers have linear attention"
+            message = f"must be set, because {self.linear_layers} layers have linear attention"
             fix = "add the sizes, or set full_attention_every: 1"
             yield Violation(("linear_attention",), message, fix)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class CacheLayers:
-    """Layers that cache the same data of a request."""
+    """Layers that cache data of the same shape for each request."""
 
     kind: Literal["full", "sliding", "latent", "state"]
     """full and sliding: keys and values; latent: MLA; state: fixed size per request."""
@@ -161,7 +161,7 @@ class Anatomy:
     cache_unknown: str = ""
     """Why the KV cache cannot be computed; empty if it can."""
     counted: MeasuredCache | SkipJsonSchema[None] = None
-    """Cache size that an engine counted, if unknown; `update --counted` writes it."""
+    """Cache size measured by an engine, if unknown; `update --counted` writes it."""
 
     @property
     def weights_bytes(self) -> int:

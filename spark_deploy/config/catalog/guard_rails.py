@@ -17,7 +17,7 @@ _COMPARISONS = {
     "below_fact": {"description": "Less than another fact.", "type": "string"},
     "one_of": {"description": "Equal to any of these values.", "type": "array", "minItems": 1},
     "listed": {
-        "description": "Whether a list has items; the message names them.",
+        "description": "Whether a list has items; the message lists the items.",
         "type": "boolean",
     },
     "contains": {"description": "Contains this lowercase text.", "type": "string"},

@@ -37,7 +37,7 @@ class Counts:
     base: int = Field(ge=0, description="Tensors of the base without MTP.")
     mtp: int = Field(ge=0, description="Tensors of the drafter.")
     swap: int = Field(ge=0, description="Swapped modules.")
-    donor_unmatched: int = Field(ge=0, description="Donor tensors without a partner.")
+    donor_unmatched: int = Field(ge=0, description="FP8 source tensors without a base tensor.")
     source: Text = Field(description="Source of the counts, or the computation.")
 
 
@@ -54,7 +54,7 @@ class Tensors:
     mtp: tuple[Text, ...] = Field(default=(), json_schema_extra=UNIQUE)
     """Tensors of the drafter in the base."""
     donor_unmatched: tuple[Text, ...] = Field(default=(), json_schema_extra=UNIQUE)
-    """Donor tensors outside the routed experts that the base stores in another form."""
+    """Tensors of the FP8 source, except routed experts, that the base stores in another form."""
     donor_shapes: tuple[DonorShape, ...] = ()
     """Shapes of every swapped module, compared with the headers before the download."""
     counts: Counts | None = None
@@ -83,7 +83,7 @@ class Tensors:
             actual, expected = sum(map(count_names, getattr(self, key))), getattr(self.counts, key)
             if actual != expected:
                 source = self.counts.source
-                fix = f"correct the patterns, or the count (from {source})"
+                fix = f"correct the patterns or the count (source of the count: {source})"
                 message = f"the patterns match {actual} names, but counts.{key} is {expected}"
                 yield Violation((key,), message, fix)
 
@@ -97,18 +97,18 @@ class Tensors:
                 return
             unmatched = sorted(described ^ expand_all(self.swap))
             if unmatched:
-                count_text = f"{len(unmatched)} modules are only here or only in tensors.swap"
+                count_text = f"{len(unmatched)} modules are not listed both here and in swap"
                 message = f"{count_text}, for example {unmatched[0]}"
-                yield Violation(where, message, "list the swapped modules, and no others")
+                yield Violation(where, message, "list the same modules in both")
         for shape in self.donor_shapes:
             edges = zip(shape.weight, self.block_shape, strict=True)
             grid = [-(-edge // step) for edge, step in edges]
             if list(shape.scale) != grid:
                 message = (
-                    f"{shape.modules}: scale {list(shape.scale)} does not match blocks of "
-                    f"{list(self.block_shape)}"
+                    f"{shape.modules}: scale {list(shape.scale)} does not match "
+                    f"block_shape {list(self.block_shape)}"
                 )
-                fix = f"for a weight of {list(shape.weight)} write scale: {grid}"
+                fix = f"write scale: {grid} for weight {list(shape.weight)}"
                 yield Violation(where, message, fix)
 
 
@@ -123,7 +123,7 @@ class Sources:
     """Published checkpoint that already contains the FP8 shared experts; null for none."""
     original: HubRepository | None = None
     """16-bit repository for `spark-deploy add MODEL --requantize`; null if none."""
-    revision: str = Field(default="main", description="Branch or tag the lock starts from.")
+    revision: str = Field(default="main", description="Branch or tag to lock.")
     repeats_names: bool = False
     """The base stores some tensors twice, which fastsafetensors rejects."""
 
@@ -171,11 +171,11 @@ class Question:
     max_tokens: int = Field(default=512, ge=1)
     """Maximum tokens of reasoning and answer."""
     after_lines: int = Field(default=0, ge=0, le=4096)
-    """Numbered lines before the prompt, so that it is longer than an indexer's budget: line N says
-    that its value is N * 7919 modulo 1000."""
+    """Number of lines before the prompt, to exceed an indexer's budget. Line N contains the value
+    N * 7919 modulo 1000."""
     thinking: bool = False
     """on: the model may think before it answers, and a wrong answer is a warning. off: any instruct
-    model answers it at once, and a server that does not is broken."""
+    model can answer at once, so a wrong answer means a broken server."""
 
     @property
     def text(self) -> str:
@@ -224,9 +224,9 @@ class AnyModel:
 
     name: SkipJsonSchema[str]  # of the file
     based_on: CatalogName | SkipJsonSchema[None] = None
-    """Model that this file extends; a single level."""
-    summary: str = Field(max_length=100, description="The model in a line.")
-    choose_when: str = Field(max_length=160, description="When to choose it, in a line.")
+    """Model that this file extends; that model must not extend another."""
+    summary: str = Field(max_length=100, description="One line about the model.")
+    choose_when: str = Field(max_length=160, description="One line: when to choose it.")
     parsers: Parsers = Field(default_factory=Parsers)
     image: ModelImage = Field(default_factory=ModelImage)
     memory: ModelMemory = Field()
@@ -275,7 +275,7 @@ class PlainModel(AnyModel):
     """plain: a repository that is served as it was published."""
     repository: HubRepository = Field(description="Repository of the model hub.")
     revision: str = "main"
-    """Branch, tag or commit that the lock starts from."""
+    """Branch, tag or commit to lock."""
     task: Task = "chat"
     """Task of the model and of the check. completion: a base model."""
     vision: bool = False

@@ -42,14 +42,14 @@ class Speculation:
     """Draft tokens that the model verifies."""
 
     method: Literal["mtp", "dflash", "eagle3", "ngram", "draft_model"]
-    """How drafts are made. mtp: by the model's own layers, which some publish in a separate
+    """How drafts are made. mtp: by the model's own layers, which may be in a separate
     repository; dflash and eagle3: by a drafter made for this model; draft_model: by a smaller model
     with the same vocabulary; ngram: by tokens that follow the same words earlier in the request,
     without weights."""
     tokens: int = Field(ge=1, le=16, description="Draft tokens in each step.")
     repository: HubRepository | None = None
     """The drafter's repository on the model hub; required by dflash, eagle3 and draft_model."""
-    revision: str = Field(default="main", description="Of that repository: branch, tag or commit.")
+    revision: str = Field(default="main", description="Branch, tag or commit of that repository.")
     draft_sample_method: Literal["greedy", "probabilistic"] | None = None
     """vLLM's option: greedy (its default) drafts the likeliest token; probabilistic samples from
     the drafter's distribution, so that more drafts are accepted at temperatures above 0."""
@@ -60,8 +60,8 @@ class Speculation:
     """vLLM's option: [first, last, drafts] for a number of running requests; `tokens` is the limit.
     Use fewer drafts with many requests, because each draft reads more experts."""
     draft_vocabulary_tokens: int | None = Field(default=None, ge=1024, multiple_of=64)
-    """Most frequent tokens, with head: int8-triton, that drafts are chosen from; the drafter then
-    reads only their rows of the LM head. null: all. Not run on a GPU yet."""
+    """With head: int8-triton, number of frequent tokens from which drafts are chosen; the drafter
+    then reads only their rows of the LM head. null: all. Not run on a GPU yet."""
     # The text itself, filled from the settings.
     draft_vocabulary_text: SkipJsonSchema[str | None] = None
     longest_match: int | None = Field(default=None, ge=1, le=64)
@@ -103,7 +103,7 @@ class Speculation:
         longest_match = self.longest_match or 64
         if (self.shortest_match or 0) > longest_match:
             message = f"{self.shortest_match} is above longest_match, which is {longest_match}"
-            yield Violation(("shortest_match",), message, "lower it, or raise longest_match")
+            yield Violation(("shortest_match",), message, f"set it to {longest_match} or less")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
@@ -112,7 +112,7 @@ class Adapter:
 
     repository: HubRepository = Field(description="Repository of the model hub.")
     revision: str = "main"
-    """Branch, tag or commit that the lock starts from."""
+    """Branch, tag or commit to lock."""
     rank: int = Field(ge=1, le=512, description="`r` of its adapter_config.json.")
     # Filled from the lock.
     anatomy: SkipJsonSchema[Anatomy | None] = None
@@ -138,11 +138,11 @@ class Figure:
     value: str = Field(description="Figure with unit.")
     source: str = Field(description="Publisher, and the stack of the measurement.")
     model: CatalogName | None = None
-    """With tokens_per_s: the model of catalog/models that it is about."""
+    """With tokens_per_s: the measured model of catalog/models."""
     tokens_per_s: float | None = Field(default=None, gt=0)
     """The same figure as a number, compared with the computed speed."""
     requests: int = Field(default=1, ge=1)
-    """With tokens_per_s: requests at once, for all of them."""
+    """With tokens_per_s: concurrent requests; the speed is their total."""
     fitted: bool = False
     """Whether parameters of the computed speed were fitted to it."""
 
@@ -191,9 +191,10 @@ class Profile:
 
     name: SkipJsonSchema[str]  # of the file
     based_on: CatalogName | SkipJsonSchema[None] = None
-    """Profile that this file extends (without published and proven rows); a single level."""
-    summary: str = Field(max_length=100, description="The profile in a line.")
-    choose_when: str = Field(max_length=160, description="When to choose it, in a line.")
+    """Profile that this file extends, without its published and proven rows. That profile must not
+    extend another."""
+    summary: str = Field(max_length=100, description="One line about the profile.")
+    choose_when: str = Field(max_length=160, description="One line: when to choose it.")
     published: tuple[Figure, ...] = Field(default=(), json_schema_extra=UNIQUE)
     """Published figures with sources; never our measurements."""
     stage: PositiveInt | SkipJsonSchema[None] = None
@@ -203,17 +204,17 @@ class Profile:
     shared_experts: Scheme = Field(
         json_schema_extra={"enum": ["fp8-donor", "fp8-self", "int8-g128", "keep"]}
     )
-    """fp8-donor: FP8 from the donor; fp8-self: FP8 made from the base's weights; int8-g128: INT8 in
-    groups of 128, needs no plugin; keep: 16 bit as in the base."""
+    """fp8-donor: FP8 from the FP8 source; fp8-self: FP8 made from the base's weights; int8-g128:
+    INT8 in groups of 128, needs no plugin; keep: 16 bit as in the base."""
     head: Literal["keep", "int8-g128", "int8-triton"] = "keep"
-    """keep: as in the base; int8-g128: baked as INT8 with groups of 128; int8-triton: as in the
-    base, made INT8 by our plugin while it loads and computed by the fastest of our kernel, Marlin
-    and 16 bit, measured once on the host."""
+    """keep: as in the base; int8-g128: stored as INT8 in groups of 128; int8-triton: stored as in
+    the base; our plugin quantizes the head at load, and uses the fastest of our kernel, Marlin and
+    16 bit, measured once on the host."""
     drafter: Literal["keep", "int4-g128"] = "keep"
     """keep: MTP layer as in the base; int4-g128: its 16-bit attention and routed experts rounded to
     INT4 in groups of 128."""
     ngram_table: Literal["device", "pinned", "file"] | None = None
-    """Where a model's n-gram table is kept; null for models without one. device: split over the
+    """Where a model's n-gram table is kept; null for models without a table. device: split over the
     hosts like other weights; pinned: pinned host memory, on a Spark the same memory as device;
     file: on disk, read row by row by our plugin."""
     ngram_format: Literal["keep", "e2m1", "e4m3"] = "keep"

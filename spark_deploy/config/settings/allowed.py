@@ -12,7 +12,7 @@ RULE = "unlisted-option"
 NOT_LISTED = (
     "is not on the list of checked options and variables, or has a value that could be a path"
 )
-FIX = f"review it; to allow it, set it under engine, with override_rails: {{{RULE}: REASON}}"
+FIX = f"to allow it after a review, set it under engine, with override_rails: {{{RULE}: REASON}}"
 
 # Their values are numbers, switches and words.
 _OPTIONS = """

@@ -24,9 +24,9 @@ class Limits:
     """Maximum length of prompt and answer; null for the model's native context."""
     max_sequences: int = Field(ge=1, le=1024, description="Requests processed at the same time.")
     max_batched_tokens: int = Field(ge=1)
-    """Maximum tokens per engine step; more speeds up prompts and needs memory."""
+    """Maximum tokens per engine step; a higher limit speeds up prompts, but needs memory."""
     long_prompt_tokens: int | None = Field(default=None, ge=1)
-    """Tokens of a longer prompt in one step while other requests run, so that their answers
+    """Maximum tokens of a prompt per step while other requests run, so that their answers
     continue; null: no limit."""
     memory_fraction: float = Field(gt=0, le=0.95)
     """Share of memory.total_gib that the engine may take in total."""
@@ -45,7 +45,7 @@ class KvCache:
             "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc",
         ]},
     )  # fmt: skip
-    """auto (16 bit), fp8 or a turboquant_* preset; the plan knows the bytes of these."""
+    """auto (16 bit), fp8 or a turboquant_* preset; the plan computes the size of these."""
 
     @property
     def size_bytes(self) -> int | None:
@@ -64,7 +64,7 @@ _OPTIONS = {
 }
 PROFILE_KEYS = {option.name: key for key, option in _OPTIONS.items()}
 SETTINGS_INSTEAD = {
-    option.name: f"set {option.setting or f'{section}.{field} in a profile of your own'}"
+    option.name: f"set {option.setting or f'{section}.{field} in your own profile'}"
     for (section, field), option in _OPTIONS.items()
 }
 
@@ -96,24 +96,24 @@ def check_schedule(schedule: DraftSchedule | None) -> Iterator[Violation]:
 OWNED_OPTIONS = {
     "model": "set model",
     "served-model-name": "set serve.names",
-    "host": "set serve.expose: only the gateway is reachable",
-    "port": "set serve.port: only the gateway is reachable",
-    "uds": "remove it: the gateway talks to this socket",
-    "api-key": "set serve.api_key: the gateway checks the key",
+    "host": "set serve.expose, because only the gateway is reachable",
+    "port": "set serve.port, because only the gateway is reachable",
+    "uds": "remove it: the gateway uses a fixed socket",
+    "api-key": "set serve.api_key, because the gateway checks the key",
     "ssl-keyfile": "remove it: TLS ends at the gateway",
     "ssl-certfile": "remove it: TLS ends at the gateway",
     **SETTINGS_INSTEAD,
     "device-memory-utilization": "set engine.memory_fraction",
     "num-gpu-blocks-override": "set engine.kv_cache_gib",
     "language-model-only": "set engine.vision",
-    "enable-prefix-caching": "set prefix_caching in a profile of your own, or choose agent",
-    "runner": "set task in the model's file, of kind: plain",
+    "enable-prefix-caching": "set prefix_caching in your own profile, or choose profile agent",
+    "runner": "set task in the model's file (only with kind: plain)",
     "quantization": "remove it: the checkpoint states its quantization",
     "hf-token": "set hub.token",
     "cpu-offload-gb": "remove it: CPU and GPU share their memory",
     "kv-offloading-size": "remove it: CPU and GPU share their memory",
-    "kv-transfer-config": "remove it: this prefix cache is untested here",
-    "config": "write the options here: options in a file are not checked",
+    "kv-transfer-config": "remove it: this project never tested external prefix caches",
+    "config": "list the options here, because options in a file are not checked",
 }
 # Options that guard rails read: allowed, but only with their full names.
 CHECKED_OPTIONS = (
@@ -215,7 +215,7 @@ _REJECTED = {
         "is read by docker and runtimes, which run as root",
         "remove it: the plan configures the GPU",
     ),
-    "VLLM_SERVER_DEV_MODE": ("opens paths that change a running engine", "remove it"),
+    "VLLM_SERVER_DEV_MODE": ("enables HTTP paths that change a running engine", "remove it"),
 }
 _MAX_BYTES = 32_768
 
@@ -236,7 +236,7 @@ def environment_problems(environment: Mapping[str, str]) -> Iterator[tuple[str, 
 
 
 ENVIRONMENT_NAMES = text_schema(
-    "^[A-Z_][A-Z0-9_]*$", "a name of capitals, digits and _", "NCCL_DEBUG"
+    "^[A-Z_][A-Z0-9_]*$", "a name of uppercase letters, digits and _", "NCCL_DEBUG"
 )
 # vLLM's names, accepted for settings of the engine.
 VLLM_NAMES = {
@@ -246,7 +246,7 @@ VLLM_NAMES = {
     "num_speculative_tokens": "drafts",
 }
 OPTION_NAMES = text_schema(
-    "^[a-z][a-z0-9_-]*$", "the option without dashes and value", "max-log-len"
+    "^[a-z][a-z0-9_-]*$", "an option's name without leading dashes", "max-log-len"
 )
 
 
@@ -299,8 +299,8 @@ class ServiceEngineSettings:
     )
     """Draft tokens by number of running requests, as in a profile's `speculation`."""
     chat_template: str | None = Field(default=None, min_length=1, examples=["templates/chat.jinja"])
-    """Local file with a Jinja chat template, relative to the inventory's folder. A changed file is
-    a new release."""
+    """Local file with a Jinja chat template, relative to the inventory's folder. Changing the file
+    creates a new release."""
     cpuset_cpus: str | None = Field(
         default=None,
         examples=["5-9,15-19"],

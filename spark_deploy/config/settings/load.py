@@ -256,7 +256,7 @@ def _with_template(engine: EngineSettings, root: Path) -> EngineSettings | Viola
         return engine
     key = ("chat_template",)
     if any(name.replace("_", "-") == _TEMPLATE_OPTION for name in engine.options):
-        return Violation(key, f"and engine.options both set {_TEMPLATE_OPTION}", "keep only one")
+        return Violation(key, f"engine.options also sets {_TEMPLATE_OPTION}", "keep only one")
     path = root / Path(engine.chat_template).expanduser()
     text = _read_text(key, path, _MAX_TEMPLATE_BYTES, "set it to a Jinja file on this machine")
     if isinstance(text, Violation):

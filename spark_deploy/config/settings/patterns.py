@@ -32,11 +32,11 @@ Glob = Annotated[
 ]
 _RELATIVE = rf"^{_PART}(/{_PART})*$"
 RelativePath = Annotated[
-    str, text_field(_RELATIVE, "a relative path that does not lead upwards", "locks/spark.lock.yml")
+    str, text_field(_RELATIVE, "a relative path without . or ..", "locks/spark.lock.yml")
 ]
 _PACKAGE = r"^[a-z0-9][a-z0-9+.-]*(:[a-z0-9]+)?(=[A-Za-z0-9.+:~-]+)?$"
 Package = Annotated[
-    str, text_field(_PACKAGE, "a name of an apt package, with =VERSION if needed", "jq=1.7.1-3")
+    str, text_field(_PACKAGE, "an apt package, optionally with =VERSION", "jq=1.7.1-3")
 ]
 _SUITE = r"^(\./|[A-Za-z0-9][A-Za-z0-9._/-]*)$"
 Suite = Annotated[str, text_field(_SUITE, "a word, or ./ for a flat repository", "noble")]
@@ -56,9 +56,7 @@ Login = Annotated[str, text_field(_LOGIN, "a login name without host", "spark")]
 _ADDRESS = r"^[A-Za-z0-9\[:][A-Za-z0-9._:%\]-]*$"
 Address = Annotated[
     str,
-    text_field(
-        _ADDRESS, "a host's name or address, without a user and without blanks", "192.0.2.20"
-    ),
+    text_field(_ADDRESS, "a host's name or address, without user or blanks", "192.0.2.20"),
 ]
 # In ``from=`` of authorized_keys: no ``!``, comma or quote.
 _SOURCE = r"^[A-Za-z0-9*?:][A-Za-z0-9.:*?/_-]*$"
@@ -66,13 +64,13 @@ SshSource = Annotated[
     str, text_field(_SOURCE, "an address, network or name; * and ? are wildcards", "192.168.1.0/24")
 ]
 IpAddress = Annotated[
-    str, text_field("^[0-9a-fA-F.:]+$", "an IP address, no name", "192.168.100.11")
+    str, text_field("^[0-9a-fA-F.:]+$", "an IP address, not a name", "192.168.100.11")
 ]
 _IMAGE = "^[a-z0-9][A-Za-z0-9._/:@-]*$"
 ImageName = Annotated[
     str, text_field(_IMAGE, "an image that `docker pull` accepts", "vllm/vllm-openai:v0.11.0")
 ]
-IMAGE_ROLE = text_schema("^[a-z][a-z0-9_]*$", "a name of small letters, digits and _", "engine")
+IMAGE_ROLE = text_schema("^[a-z][a-z0-9_]*$", "a name of lowercase letters, digits and _", "engine")
 RAIL_NAME = text_schema(
     "^[a-z0-9-]+$", "the name of the rule in the error message", "turboquant-with-drafts"
 )

@@ -93,7 +93,7 @@ class ScheduledSettings(ModelAndProfile):
         examples=["Mon..Fri 08:00", "20:00 Europe/Berlin"],
         json_schema_extra=text_schema(
             "^[A-Za-z0-9*.,:/~_ -]+$",
-            "a time as systemd's OnCalendar= takes it",
+            "a time in the format of systemd's OnCalendar=",
             "Mon..Fri 08:00",
         ),
     )
@@ -111,7 +111,7 @@ class ReleaseSettings:
         examples=["main-0123456789ab"],
         json_schema_extra=text_schema(
             f"^[a-z0-9][a-z0-9-]*-{DIGEST12}$",
-            "a release as `spark-deploy status` names it",
+            "a release that `spark-deploy status` lists",
             "main-0123456789ab",
         ),
     )
@@ -131,10 +131,10 @@ class RolloutSettings:
 
 
 KEY_NAME = text_schema(
-    "^[a-z][a-z0-9-]{0,30}$", "a name of at most 31 small letters, digits and dashes", "anna"
+    "^[a-z][a-z0-9-]{0,30}$", "a name of at most 31 lowercase letters, digits and dashes", "anna"
 )
 _SHA256 = text_schema(
-    "^[0-9a-f]{64}$", "64 hexadecimal digits, as `spark-deploy key add` does", "0" * 64
+    "^[0-9a-f]{64}$", "64 hexadecimal digits, from `spark-deploy key add`", "0" * 64
 )
 
 
@@ -146,7 +146,7 @@ class KeySettings:
     max_concurrent: int | None = Field(default=None, ge=1, le=1000)
     """Maximum concurrent requests; null: no limit."""
     max_requests_per_min: int | None = Field(default=None, ge=1, le=10000)
-    """Average requests per minute; bursts may have the same number. null: no limit."""
+    """Average requests per minute; bursts may be as large. null: no limit."""
     max_body_mib: int | None = Field(default=None, ge=1, le=4096)
     """Maximum request body in MiB; bodies without Content-Length are rejected. null:
     serve.max_body_mib."""
@@ -327,7 +327,7 @@ class CheckSettings:
 
 
 SERVICE_NAME = text_schema(
-    "^[a-z][a-z0-9-]{0,30}$", "a name of at most 31 small letters, digits and dashes", "search"
+    "^[a-z][a-z0-9-]{0,30}$", "a name of at most 31 lowercase letters, digits and dashes", "search"
 )
 # The memory of an engine is set in hundredths of the total.
 _SHARES = 100
@@ -348,8 +348,8 @@ class ServiceSettings(ModelAndProfile):
     )
     """Paths that the main gateway routes to this service if a request names no model."""
     start: Literal["always", "on-request"] = "always"
-    """on-request: the first request starts the service, and it stops when another needs its memory.
-    On-request services share memory: only the largest counts."""
+    """on-request: the first request starts the service, and it stops when another service needs its
+    memory. On-request services share memory: only the largest counts."""
     idle_stop_s: int = Field(default=0, ge=0, examples=[1800])
     """With on-request: seconds without a request before the service stops; 0: no limit."""
     engine: ServiceEngineSettings = Field(default_factory=ServiceEngineSettings)

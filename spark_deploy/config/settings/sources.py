@@ -18,7 +18,7 @@ from spark_deploy.config.settings.patterns import (
 )
 
 REPOSITORY_NAME = text_schema(
-    "^[a-z0-9][a-z0-9._-]*$", "a name of small letters, digits and . _ -", "docker-ubuntu"
+    "^[a-z0-9][a-z0-9._-]*$", "a name of lowercase letters, digits and . _ -", "docker-ubuntu"
 )
 
 _HostAndPort = Annotated[

@@ -295,7 +295,7 @@ def _schedule_violations(settings: Settings) -> Iterator[Violation]:
         yield Violation(("schedule",), message, "remove the schedule or the cluster")
     if scheduled and served not in scheduled:
         message = f"no entry switches back to {served.model} with {served.profile}"
-        fix = "add an entry for it, or set model and profile to those of an entry"
+        fix = "add an entry for this pair, or set model and profile to those of an entry"
         yield Violation(("schedule",), message, fix)
 
 
@@ -305,14 +305,14 @@ def _replica_violations(settings: Settings) -> Iterator[Violation]:
         return
     if settings.cluster.hosts:
         message = "a host cannot be both a cluster member and a replica"
-        fix = "remove it from cluster.hosts or replicas.hosts"
+        fix = "remove the host from cluster.hosts or replicas.hosts"
         yield Violation(("replicas", "hosts"), message, fix)
     if EXPOSURES[settings.serve.expose].audience is None or settings.serve.expose == "docker":
         message = f"replicas cannot reach each other with expose: {settings.serve.expose}"
         yield Violation(("serve", "expose"), message, "set serve.expose to tailscale or lan")
     if settings.serve.tls != "off":
         message = "replicas connect to each other without TLS"
-        fix = "set serve.tls to off, and serve.expose to tailscale, which encrypts"
+        fix = "set serve.tls to off, and serve.expose to tailscale, which encrypts traffic"
         yield Violation(("serve", "tls"), message, fix)
     if settings.serve.api_key.kind == "generate":
         message = "each host would generate a different key"
@@ -334,7 +334,7 @@ def _service_violations(settings: Settings) -> Iterator[Violation]:
     for name, service in settings.services.items():
         where = ("services", name)
         if name == MAIN_SERVICE:
-            fix = "choose another name; top-level model and profile are the main service's"
+            fix = "choose another name; the top-level model and profile are for the main service"
             yield Violation(where, "is reserved for the main service", fix)
         for path in service.paths:
             first = service_of_path.setdefault(path, name)

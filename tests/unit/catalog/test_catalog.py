@@ -129,7 +129,7 @@ def test_missing_pattern_is_detected_by_the_tensor_count(tensors, key):
 
 def test_rejects_donor_without_shapes(tensors):
     tensors["donor_shapes"] = []
-    assert "modules are only here or only in tensors.swap" in tensor_problems(tensors)
+    assert "modules are not listed both here and in swap" in tensor_problems(tensors)
     assert not tensor_problems(tensors, donor=None)
 
 
@@ -137,6 +137,6 @@ def test_rejects_donor_shapes_that_contradict_the_tensor_sets(tensors):
     twice = {**tensors, "donor_shapes": tensors["donor_shapes"] * 2}
     assert "repeats the name" in tensor_problems(twice)
     tensors["donor_shapes"][0]["scale"] = [24, 8]
-    assert "for a weight of [1024, 3072] write scale: [8, 24]" in tensor_problems(tensors)
+    assert "write scale: [8, 24] for weight [1024, 3072]" in tensor_problems(tensors)
     tensors["donor_shapes"][0]["modules"] = "a{b"
     assert "tensors.donor_shapes: 'a{b': a brace is not closed" in tensor_problems(tensors)

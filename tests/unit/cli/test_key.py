@@ -75,7 +75,7 @@ def test_revoking_a_key_keeps_all_other_keys(site, capsys):
     ("words", "reason"),
     [
         (("add",), "no name given"), (("revoke", "nobody"), "no settings file contains this key"),
-        (("add", "anna"), "already exists"), (("add", "Anna B"), "small letters"),
+        (("add", "anna"), "already exists"), (("add", "Anna B"), "lowercase letters"),
         (("revoke", "anna", "a"), "applies to all hosts"),
     ],
 )  # fmt: skip

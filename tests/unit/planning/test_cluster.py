@@ -210,7 +210,7 @@ def test_397b_model_needs_four_hosts(count, fits):
     hosts = tuple(f"spark-{number}" for number in range(count)) if count > 1 else ()
     settings = Settings(model="qwen3.5-397b", cluster=ClusterSettings(hosts=hosts))
     problems = plan_problems(settings, shipped_catalog())
-    assert not problems if fits else "or serve it on 4 hosts together" in problems[0].fix
+    assert not problems if fits else "or serve qwen3.5-397b on 4 hosts together" in problems[0].fix
 
 
 def test_suggests_host_counts_that_split_model_evenly():

@@ -115,7 +115,7 @@ def test_adapter_has_a_served_name_a_mount_and_a_lora_slot():
 
 
 def test_rejects_adapters_with_drafts():
-    with pytest.raises(PlanError, match="unverified with adapters"):
+    with pytest.raises(PlanError, match="never tested with adapters"):
         make_plan(Speculation(method="ngram", tokens=3), model=ADAPTED)
 
 

@@ -149,8 +149,8 @@ def test_reports_sizes_and_alternatives_when_nothing_fits():
     [problem] = problems(model="huge")
     assert problem.where == "model huge with profile v2"
     assert "weights 194.2 GiB" in problem.what
-    assert "no setting makes it fit" in problem.fix
-    assert "choose model large, or serve it on 4 hosts together" in problem.fix
+    assert "no setting helps" in problem.fix
+    assert "choose model large, or serve huge on 4 hosts together" in problem.fix
 
 
 def settings_from(suggestion):
@@ -249,9 +249,9 @@ def test_printed_suggestions_are_accepted(model, profile, count):
         fix = suggestions_for(count, **pair)
         if fix is None:
             continue
-        if "no setting makes it fit" in fix:
+        if "no setting helps" in fix:
             assert not fits_with_all_changes(count, model, pair["memory.total_gib"])
-        fix, _, hosts = fix.partition(", or serve it on ")
+        fix, _, hosts = fix.partition(f", or serve {model} on ")
         fix = fix.rpartition("GiB: ")[2]
         for suggestion in fix.split("; or ") if fix != "choose a smaller model" else []:
             settings = shipped_settings(count, **{**pair, **settings_from(suggestion)})

@@ -81,7 +81,7 @@ def test_new_engine_argument_needs_one_declaration(checkout):
     assert {name for name in now if now[name] != was.get(name)} == {"schema/profile.schema.json"}
     output, silent, refusal, taken, left = run(checkout, "-c", USE_ARGUMENT).splitlines()
     assert (output, silent) == ("3", "missing")
-    assert "set elsewhere', 'set limits.naps in a profile of your own'" in refusal
+    assert "set elsewhere', 'set limits.naps in your own profile'" in refusal
     assert taken == "{'limits': {'naps': 5}} []"
     assert left == "{} ['--max-naps 0: not a valid value in a profile']"
 
