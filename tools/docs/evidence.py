@@ -28,19 +28,23 @@ SWEEP_GROUPS = {
 
 
 def result_rows(folder: str) -> Iterator[str]:
-    counts = ("passed", "failed", "measured")
-    yield row("result", "tests or measurements", "device", "date", "commit", *counts, "command")
-    yield "|---|---|---|---|---|---|---|---|---|"
-    for path in sorted((RESULTS / folder).glob("*.json")):
-        result, kind = json.loads(path.read_text("utf-8")), find_kind(path.stem)
-        verdicts = [entry["passed"] for entry in result.get("rows", []) if "passed" in entry]
-        numbers = [verdicts.count(verdict) if verdicts else "" for verdict in (True, False, None)]
-        command = f"`make {kind.target}`" + (f"; needs {kind.needs}" if kind.needs else "")
-        link = f"[{path.stem}]({folder}/{path.name})"
-        commit = re.sub(r"^(\w{12})\w+", r"\1", str(result["commit"]))
-        yield row(
-            link, kind.tests, _device(result), result["date"], f"`{commit}`", *numbers, command
-        )
+    paths = sorted((RESULTS / folder).glob("*.json"))
+    for target in sorted({find_kind(path.stem).target for path in paths}):
+        yield from ("", f"### `make {target}`", "")
+        yield from ("| result | tests or measurements | device | outcome |", "|---|---|---|---|")
+        for path in paths:
+            result, kind = json.loads(path.read_text("utf-8")), find_kind(path.stem)
+            if kind.target == target:
+                tests = kind.tests + (f" (needs {kind.needs})" if kind.needs else "")
+                link = f"[{path.stem}]({folder}/{path.name})"
+                yield row(link, tests, _device(result), _outcome(result))
+
+
+def _outcome(result: dict[str, Any]) -> str:
+    verdicts = [entry["passed"] for entry in result.get("rows", []) if "passed" in entry]
+    names = {True: "passed", False: "failed", None: "measured"}
+    counts = ((verdicts.count(verdict), name) for verdict, name in names.items())
+    return ", ".join(f"{count} {name}" for count, name in counts if count)
 
 
 def device_of(name: str) -> str:

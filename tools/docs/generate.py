@@ -179,10 +179,8 @@ def profile_proofs() -> Iterator[str]:
             verified, _, conditions = proof.what.removesuffix(")").partition(" (")
             cells = (verified, conditions, evidence.device_of(proof.result))
             proofs.setdefault(cells, {})[f"[{name}](results/gpu/{proof.result})"] = None
-    yield row("verified", "model and conditions", "GPU", "profiles and result files")
-    yield "|---|---|---|---|"
-    for cells, links in proofs.items():
-        yield row(*cells, ", ".join(links))
+    for (verified, conditions, device), links in proofs.items():
+        yield f"- {verified} ({conditions}; {device}): {', '.join(links)}"
 
 
 def _memory_row(model: Model, profile: Profile) -> str:
