@@ -30,14 +30,14 @@ SWEEP_GROUPS = {
 def result_rows(folder: str) -> Iterator[str]:
     paths = sorted((RESULTS / folder).glob("*.json"))
     for target in sorted({find_kind(path.stem).target for path in paths}):
-        yield from ("", f"### `make {target}`", "")
-        yield from ("| result | tests or measurements | device | outcome |", "|---|---|---|---|")
+        about = ["The files contain times of:", ""] if target == "gpu-times" else []
+        yield from ("", f"### `make {target}`", "", *about)
         for path in paths:
             result, kind = json.loads(path.read_text("utf-8")), find_kind(path.stem)
             if kind.target == target:
-                tests = kind.tests + (f" (needs {kind.needs})" if kind.needs else "")
-                link = f"[{path.stem}]({folder}/{path.name})"
-                yield row(link, tests, _device(result), _outcome(result))
+                needs = f"needs {kind.needs}" if kind.needs else ""
+                facts = "; ".join(filter(None, (needs, _device(result), _outcome(result))))
+                yield f"- [{path.stem}]({folder}/{path.name}): {kind.tests} ({facts})"
 
 
 def _outcome(result: dict[str, Any]) -> str:
@@ -93,12 +93,12 @@ def _sweep(path: Path) -> Iterator[str]:
     )
     yield from (f"## {path.stem}", "")
     yield (
-        f"**{passed} of {total} passed.** [{path.name}]({path.name}), {sweep['measured_at'][:10]}, "
-        f"{versions}."
+        f"**{passed} of {total} cases passed** ([{path.name}]({path.name}), "
+        f"{sweep['measured_at'][:10]}, {versions}):"
     )
-    yield from ("", "| group | cases | passed |", "|---|---|---|")
+    yield ""
     for group, counts in sweep["tried"].items():
-        yield row(SWEEP_GROUPS.get(group, group), counts["cases"], counts["held"])
+        yield f"- {SWEEP_GROUPS.get(group, group)}: {counts['held']} of {counts['cases']}"
     failed = [case for case in sweep["rows"] if case["wrong"]]
     yield from (f"\nFailed: {case['case']}: {case['wrong'][:200]}" for case in failed)
     yield ""
