@@ -133,11 +133,11 @@ def settings_page() -> Iterator[str]:
     yield from ("# Settings", "", SETTINGS_INTRODUCTION)
     everything = dict(_leaves(schema["properties"], defaults))
     usual = {key: leaf for key, leaf in everything.items() if key not in COMMAND_FLAGS | EXPERT}
-    yield from _table("Common settings", "", usual)
+    yield from _section("Common settings", "", usual)
     expert = {key: everything[key] for key in everything if key in EXPERT}
-    yield from _table("Expert settings", "Most hosts need none of these settings.", expert)
+    yield from _section("Expert settings", "Most hosts need none of these settings.", expert)
     flags = {key: everything[key] for key in everything if key in COMMAND_FLAGS}
-    yield from _table(
+    yield from _section(
         "Options of a command", "Pass these settings to the command or deploy with `--data`.", flags
     )
     yield from ("", "## Entries", "", ENTRIES_INTRODUCTION, "")
@@ -167,15 +167,18 @@ def _entry_rows(prefix: str, part: dict[str, Any]) -> Iterator[str]:
         yield f"- `{prefix}.{key}` ({_form(inner)}): {inner['description']}"
 
 
-def _table(title: str, text: str, keys: dict[str, Leaf]) -> Iterator[str]:
+EMPTY = ("`null`", "`[]`", "`{}`")
+
+
+def _section(title: str, text: str, keys: dict[str, Leaf]) -> Iterator[str]:
     yield from ("", f"## {title}", "")
     if text:
         yield from (text, "")
-    yield "| key | type | default | meaning |"
-    yield "|---|---|---|---|"
     for key, (part, default) in keys.items():
-        form = re.sub(r"( or|,) null$", "", _form(part)) if default == "`null`" else _form(part)
-        yield row(f"`{key}`", form, default, part["description"])
+        facts = re.sub(r"( or|,) null$", "", _form(part)) if default == "`null`" else _form(part)
+        if default not in EMPTY:
+            facts += f", default {default}"
+        yield f"- `{key}` ({facts}): {part['description']}"
 
 
 def _form(part: dict[str, Any]) -> str:
@@ -223,9 +226,10 @@ SETTINGS_INTRODUCTION = (
     "hosts), `group_vars/<group>.yml` or `host_vars/<host>.yml` in your folder. Then run "
     "`spark-deploy up`. A host's value overrides the group's value, and `--data key=value` "
     "overrides both (`--data serve.port=9000`). A host's mapping is merged with the group's, and a "
-    "host's list replaces the group's.\n\nUnless the description says otherwise, `null` leaves "
-    "the choice to the profile or the system. Under `engine` you can also use vLLM's names "
-    "`max_model_len`, `max_num_seqs`, `gpu_memory_utilization` and `num_speculative_tokens`."
+    "host's list replaces the group's.\n\nSettings without a default are empty or `null`. "
+    "Unless the description says otherwise, `null` leaves the choice to the profile or the system. "
+    "Under `engine` you can also use vLLM's names `max_model_len`, `max_num_seqs`, "
+    "`gpu_memory_utilization` and `num_speculative_tokens`."
 )
 
 ENTRIES_INTRODUCTION = (

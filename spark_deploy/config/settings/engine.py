@@ -279,7 +279,7 @@ class ServiceEngineSettings:
     max_sequences: int | None = Field(default=None, ge=1, le=1024)
     """Maximum requests processed at the same time."""
     kv_cache_gib: Gib | None = Field(default=None, gt=0)
-    """KV cache in GiB, instead of deriving it from the memory fraction."""
+    """Size of the KV cache in GiB; null: derived from the memory fraction."""
     drafts: int | None = Field(default=None, ge=0, le=3, examples=[1])
     """Draft tokens per step from the model's MTP layer; 0: none. The check requires that the model
     accepts half of them."""
@@ -297,7 +297,7 @@ class ServiceEngineSettings:
     num_speculative_tokens_per_batch_size: DraftSchedule | None = Field(
         default=None, examples=[[[1, 2, 2], [3, 4, 1]]]
     )
-    """Draft tokens by number of running requests, as in a profile's `speculation`."""
+    """Number of drafts for each number of running requests, as in a profile's `speculation`."""
     chat_template: str | None = Field(default=None, min_length=1, examples=["templates/chat.jinja"])
     """Local file with a Jinja chat template, relative to the inventory's folder. Changing the file
     creates a new release."""
