@@ -90,7 +90,7 @@ def _model(model: HybridModel) -> Iterator[str]:
     yield from ("", f"## {model.name}", "", f"{model.summary}.", "")
     yield from (f"**Choose this when** {model.choose_when}.", "")
     donor = f", FP8 source `{model.sources.donor}`" if model.sources.donor else ""
-    yield f"- base `{model.sources.base}`{donor}"
+    yield f"- base checkpoint `{model.sources.base}`{donor}"
     yield (
         f"- {shape.layers} layers ({shape.linear_layers} with Gated DeltaNet, "
         f"{shape.attention_layers} with full attention), {shape.experts} routed experts "
@@ -99,11 +99,11 @@ def _model(model: HybridModel) -> Iterator[str]:
     )
     table = f", n-gram table {_gb(sizes.ngram_bytes)}" if sizes.ngram_bytes else ""
     yield (
-        f"- base checkpoint: {_gb(sizes.tree_bytes)} (experts {_gb(sizes.experts_bytes)}, "
+        f"- size of the base checkpoint: {_gb(sizes.tree_bytes)} (experts {_gb(sizes.experts_bytes)}, "
         f"MTP {_gb(sizes.mtp_bytes)}, vision {_gb(sizes.vision_bytes)}{table})"
     )
     profiles = (catalog().profile(name, model.name) for name in _fitting(model))
-    names = [profile.name for profile in profiles if _is_for_use(profile)]
+    names = [f"`{profile.name}`" for profile in profiles if _is_for_use(profile)]
     yield f"- profiles that fit on one host: {', '.join(names) or 'none'}"
     for count in (2, 4):
         yield from () if _fitting(model, count) else _fixes(model, count)
