@@ -99,7 +99,7 @@ def _model(model: HybridModel) -> Iterator[str]:
     )
     table = f", n-gram table {_gb(sizes.ngram_bytes)}" if sizes.ngram_bytes else ""
     yield (
-        f"- size of the base checkpoint: {_gb(sizes.tree_bytes)} (experts {_gb(sizes.experts_bytes)}, "
+        f"- base checkpoint size: {_gb(sizes.tree_bytes)} (experts {_gb(sizes.experts_bytes)}, "
         f"MTP {_gb(sizes.mtp_bytes)}, vision {_gb(sizes.vision_bytes)}{table})"
     )
     profiles = (catalog().profile(name, model.name) for name in _fitting(model))

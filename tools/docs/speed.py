@@ -63,8 +63,8 @@ NUMBERS = (
 
 
 def compared_rows(catalog: Catalog) -> Iterator[str]:
-    yield "| profile | model | requests | published | differences | computed | error, % |"
-    yield "|---|---|---|---|---|---|---|"
+    speeds = ("published, tokens/s", "differences", "computed, tokens/s", "error, %")
+    yield from (row("profile", "model", "requests", *speeds), f"|{'---|' * 7}")
     missed = []
     for name, model, figure, published in _published(catalog):
         shape, profile = _shape(catalog, model), catalog.profile(name, model)
