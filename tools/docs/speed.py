@@ -32,15 +32,15 @@ NUMBERS = (
     ("bandwidth", f"{BANDWIDTH_BYTES_PER_S / 1e9:.0f} GB/s", "data sheet of a Spark"),
     (
         "INT4 kernels, also those of an INT4 drafter",
-        f"{LARGE_INT4:.0%} of bandwidth",
+        f"{LARGE_INT4:.0%} of the bandwidth",
         "reported by the community for Marlin",
     ),
     (
         "recurrent state and KV cache",
-        f"{LARGE_INT4:.0%} of bandwidth",
+        f"{LARGE_INT4:.0%} of the bandwidth",
         "assumed equal to INT4 kernels",
     ),
-    ("shared experts, routers, 16-bit drafter", f"{SMALL:.1%} of bandwidth", "fitted"),
+    ("shared experts, routers, 16-bit drafter", f"{SMALL:.1%} of the bandwidth", "fitted"),
     ("constant time per layer", f"{LAYER_OVERHEAD_S * 1e6:.0f} µs", "fitted"),
     (
         "extra time for TurboQuant, per attention layer",
@@ -52,10 +52,17 @@ NUMBERS = (
         f"{PROMPT_FLOPS_PER_S / 1e12:.1f} TFLOPS",
         "half of the speed published for two Sparks",
     ),
-    *((f"LM head `{head}`", f"{share:.0%} of bandwidth", ON_H200) for head, share in HEADS.items()),
-    ("first draft is accepted", str(FIRST_ACCEPTED), "published: 95 % accepted with one draft"),
+    *(
+        (f"LM head `{head}`", f"{share:.0%} of the bandwidth", ON_H200)
+        for head, share in HEADS.items()
+    ),
     (
-        "each later draft is accepted, if the previous one was",
+        "probability that the first draft is accepted",
+        str(FIRST_ACCEPTED),
+        "published: 95 % accepted with one draft",
+    ),
+    (
+        "probability that a later draft is accepted, if the previous draft was",
         str(LATER_ACCEPTED),
         "published: 80 % accepted with two drafts",
     ),
