@@ -21,6 +21,7 @@ CHECKOUT = _IN_WHEEL if _IN_WHEEL.is_dir() else _PACKAGE.parent
 
 
 def cache_folder() -> Path:
+    """Return the user's cache folder, or a temporary folder if that is not writable."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spark-deploy"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -152,6 +153,7 @@ def read_mapping(
 
 
 def _yaml_problem(error: yaml.YAMLError, path: Path, label: str) -> Problem:
+    """Describe a syntax error; PyYAML's message about tabs is replaced."""
     mark = getattr(error, "problem_mark", None)
     where = f"{label} line {mark.line + 1}" if mark else label
     message = str(getattr(error, "problem", None) or "is not YAML")

@@ -148,6 +148,7 @@ class _WithDocstrings(GenerateJsonSchema):
 
 @functools.cache
 def _field_docstrings(cls: type[Any]) -> dict[str, str]:
+    """Return the docstring below each field of a class, read from its source."""
     [body] = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     pairs = itertools.pairwise(body.body) if isinstance(body, ast.ClassDef) else ()
     return {

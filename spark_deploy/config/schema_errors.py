@@ -105,6 +105,7 @@ def _remove_login(url: re.Match[str]) -> str:
 
 
 def _message(error: jsonschema.ValidationError) -> str:
+    """Describe an error without logins, and with long values shortened."""
     value = json.dumps(error.instance, default=str, ensure_ascii=False)
     value = _URL.sub(_remove_login, value)  # people paste messages into issues
     value = value if len(value) <= 60 else value[:57] + "..."

@@ -56,6 +56,7 @@ def resource_findings(plan: PreflightPlan, survey: Survey) -> Iterator[Finding]:
 def competing_containers(
     containers: Sequence[Container], allowed: Sequence[str] = ()
 ) -> tuple[Container, ...]:
+    """Return unmanaged engines that run, or that docker will restart."""
     return tuple(
         container
         for container in containers
@@ -153,6 +154,7 @@ def disk_demands(plan: PreflightPlan, survey: Survey) -> tuple[DiskDemand, ...]:
 
 
 def _present_bytes(plan: PreflightPlan, survey: Survey, usage: DiskUsage, size_bytes: int) -> int:
+    """Return how many bytes of the planned size need no more space."""
     if usage.path == DOCKER_DIR:
         if plan.images and set(plan.images) <= set(survey.images):
             return size_bytes

@@ -153,6 +153,7 @@ class StoredFiles:
 
 
 def stored_script(paths: Sequence[str], look_in: Sequence[str]) -> str:
+    """Return a script that lists model files below ``look_in``, and the hashes in receipts."""
     if not look_in:
         return ""
     quoted_paths = " ".join(shlex.quote(path) for path in paths)
@@ -185,6 +186,7 @@ done
 
 
 def parse_stored(lines: Iterable[str]) -> StoredFiles:
+    """Keep the files whose hash is their name or is in a receipt."""
     devices, files = {}, []
     receipt_hashes: dict[tuple[str, int], str] = {}  # path and size -> sha256
     for line in lines:

@@ -147,6 +147,7 @@ _PORT = 8010
 
 @host_operation
 def record_files(jobs: Sequence[Work], release: str, fleet: FleetSettings) -> None:
+    """Record which files of its jobs this host has, for the other hosts of the run."""
     if not host.state.is_executing:
         host.noop("will be recorded when the deploy runs")
         return

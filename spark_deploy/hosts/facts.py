@@ -29,6 +29,7 @@ class HostFact(FactBase[T]):
     """A fact whose malformed output fails only this host, not the run."""
 
     def __init_subclass__(cls, **keywords: Any) -> None:
+        """Make ``process`` raise FactProcessError for malformed output."""
         super().__init_subclass__(**keywords)
         parse = cls.__dict__.get("process")
         if parse is None:
@@ -254,6 +255,7 @@ def run_fact(target: Host, fact: type[FactBase[T]], *, timeout_s: int, **argumen
 
 
 def find_cached_value(fact: type[FactBase[T]]) -> T | None:
+    """Return any valid cached value of a fact, whatever its arguments."""
     current = current_host()
     executed = commands_executed(current)
     for (stage, cached_fact, _), cached in _cache.get(current, {}).items():
@@ -313,6 +315,7 @@ def prefetch() -> None:
 
 
 def _fetch(current: Host, group: Sequence[tuple[type[FactBase[Any]], _Arguments]]) -> None:
+    """Read several facts with a single script, and cache their values."""
     separator = secrets.token_hex()
     pending = [(fact, arguments()) for fact, arguments in group]
     script = "\n".join(

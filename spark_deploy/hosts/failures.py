@@ -45,6 +45,7 @@ def show_failure(host: Host, lines: Sequence[str]) -> None:
 
 
 def read_status(host: Host) -> HostStatus:
+    """Return the status of a host; an empty status if it cannot be read."""
     try:
         if is_disconnected(host):
             return HostStatus(None)

@@ -150,6 +150,7 @@ def _restart_outdated_watchdog(plan: GatewayPlan, release: str | None) -> Comman
 
 
 def _secret_files(plan: GatewayPlan) -> list[ManagedFile]:
+    """Return the API key and certificate that the controller sends."""
     files = []
     if plan.key.kind != "generate":
         key = read_secret(plan.key, setting="serve.api_key")

@@ -150,6 +150,7 @@ def wait_for_jobs(
 
 
 def _replaced_targets(release: str, boot_targets: Sequence[str]) -> tuple[str, ...]:
+    """Return the prepare targets of the service's other releases."""
     service = release.rpartition("-")[0]
     replaced = []
     for target in boot_targets:

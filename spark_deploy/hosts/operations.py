@@ -196,6 +196,7 @@ def _acquire_lease() -> None:
 
 
 def _request_lease(host: Host, *, check_only: bool) -> Problem | None:
+    """Acquire or check the lease; return a problem if another run holds it."""
     where = f"{host.name}: lease"
     token = this_run()
     try:
@@ -222,6 +223,7 @@ def _request_lease(host: Host, *, check_only: bool) -> Problem | None:
 
 
 def _has_ended(token: str) -> bool:
+    """Return whether the run with this token ended on this machine."""
     machine, _, process = token.rpartition("-")
     if machine != _this_machine() or not process.isdecimal():
         return False
@@ -272,6 +274,7 @@ def fail(where: str, message: str, fix: str) -> NoReturn:
 
 
 def _report_failure(state: State, host: Host, text: str) -> bool:
+    """Show a failure together with the release that the host still serves."""
     headline, *details = text.splitlines()
     if serving := describe_serving(host.name, read_status(host)):
         headline = headline.removeprefix(f"{host.name}: ")

@@ -97,6 +97,7 @@ def quantizer_digest() -> str:
 
 @functools.cache
 def supported_engines() -> tuple[str, ...]:
+    """Read the engine versions that the plugin supports from its source."""
     text = (FILES / "image" / "spark_vllm" / "__init__.py").read_text("utf-8")
     [value] = (
         node.value

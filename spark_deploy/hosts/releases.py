@@ -92,6 +92,7 @@ def _begin_and_watch(state: State, host: Host, begin: str, timeout_s: int) -> bo
 
 
 def _watch(state: State, host: Host, release: str, poll: str, timeout_s: int, subject: str) -> bool:
+    """Log the progress of a rollout until it ends; return whether the host switched."""
     deadline = time.monotonic() + timeout_s
     last_text, logged_at_s = "", 0.0
     # A screen updates in place and shows every number; a log shows only new steps.
@@ -128,6 +129,7 @@ def _without_numbers(text: str) -> str:
 def report_rollout(
     host: Host, release: str, rollout: Rollout, subject: str = "the new release"
 ) -> bool:
+    """Log the result of a finished rollout; return whether the host switched."""
     if rollout.state == "switched":
         times = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in rollout.times_s.items())
         host.log(f"serves {release} ({times})")

@@ -63,6 +63,7 @@ def start_service(release: Release, timeout_s: int) -> Commands:
 
 
 def _rollout_reason(release: Release, status: HostStatus) -> str:
+    """Return why the release must be rolled out; "" if not, after logging the reason."""
     if commands.is_planned(f"{release.name} is served"):
         host.noop("an earlier operation starts this release")
         return ""
@@ -251,6 +252,7 @@ def _wait_until_rebooted(host: Host, old_boot_id: str) -> None:
 
 
 def _wait_until_serving(state: State, host: Host, target: Release) -> bool:
+    """Wait until the release that is enabled at boot runs and passes its check."""
     timeout_s = int(target.timeouts.start_s) + 600
     deadline = time.monotonic() + timeout_s
     unit_state = ""

@@ -224,6 +224,7 @@ def cache_layers(config: ModelConfig) -> tuple[CacheLayers, ...]:
 
 
 def _list_layer_types(config: ModelConfig, model_type: str) -> list[str]:
+    """Return the type of each layer, from any of the fields that models use for it."""
     layers = config.require("num_hidden_layers", "n_layer", "num_layers")
     if layers > _MAX_LAYERS:
         raise UnknownCacheSizeError(f"config.json has {layers} layers")

@@ -107,6 +107,7 @@ def check_single_revisions(sources: Iterable[tuple[str, str]]) -> None:
 
 
 def _repositories(model: Model, profile: Profile, settings: Settings) -> Iterator[tuple[str, str]]:
+    """Yield each repository and revision that a model needs with a profile."""
     yield from companion_repositories(model, profile)
     if isinstance(model, PlainModel):
         yield model.repository, model.revision

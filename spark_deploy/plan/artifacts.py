@@ -244,6 +244,7 @@ def tensor_fields(model: HybridModel) -> dict[str, Any]:
 
 
 def _output_bytes(model: HybridModel, profile: Profile, base_bytes: int) -> int:
+    """Return the size of a built checkpoint; an overlay contains only the new tensors."""
     sizes = weight_sizes(model.architecture)
     new = old = 0
     if profile.shared_experts not in ("keep", "fp8-base"):

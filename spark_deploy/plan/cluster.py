@@ -75,6 +75,7 @@ def render_netplan(ports: Sequence[FabricPort]) -> str:
 
 
 def _fabric_ports(host: str, settings: Settings, host_ports: Ports) -> list[Port]:
+    """Return the configured ports, otherwise all cabled RDMA ports."""
     fabric, by_name = settings.fabric, {port.interface: port for port in host_ports.ports}
     if missing := [name for name in fabric.interfaces if name not in by_name]:
         what = f"{', '.join(missing)}: no such interface (found: {', '.join(by_name) or 'none'})"
@@ -99,6 +100,7 @@ def _slot_key(port: Port) -> tuple[int, str]:
 
 
 def _conflicts(host: str, planned: FabricPort, host_ports: Ports) -> Iterator[Problem]:
+    """Yield a problem for each address that conflicts with the planned address."""
     network = ipaddress.IPv4Interface(planned.address).network
     present = [(port.interface, text) for port in host_ports.ports for text in port.addresses]
     for interface, text in present:
@@ -152,6 +154,7 @@ def fabric_links(
 
 
 def _is_fabric_link(port: Port, settings: Settings) -> bool:
+    """Return whether a port is used between hosts: by the settings, or by its RDMA device."""
     names, subnet = settings.fabric.interfaces, settings.cluster.subnet
     if names or not port.up:
         return port.up and port.interface in names
@@ -213,6 +216,7 @@ def _address_problems(
 
 
 def _common_network(settings: Settings, fabric: Mapping[str, Ports]) -> ipaddress.IPv4Network:
+    """Return the network in which every member has an address. Raises PlanError."""
     cluster = settings.cluster
     if cluster.subnet:
         network = ipaddress.IPv4Network(cluster.subnet)
@@ -368,6 +372,7 @@ def plan_waves(
 
 
 def _standalone_waves(rollouts: Mapping[str, RolloutSettings]) -> list[Wave]:
+    """Return the waves of hosts outside clusters, canaries first."""
     canaries = [name for name in rollouts if any(r.canary == name for r in rollouts.values())]
     waves: list[Wave] = [(name,) for name in canaries]
     wave: Wave = ()

@@ -149,6 +149,7 @@ def _repeats_names(model: Model) -> bool:
 
 
 def _expert_width(model: Model, options: Mapping[str, Any], ranks: int) -> int:
+    """Return the width of each expert's part on a device."""
     if isinstance(model, PlainModel):
         # Experts without groups of weights, or of unknown size, are never too narrow.
         anatomy, width = model.anatomy, _MAX_EXPERT_WIDTH
@@ -168,6 +169,7 @@ def _uses_deep_gemm(profile: Profile, options: Mapping[str, Any]) -> bool:
 
 
 def _draft_config(profile: Profile, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the engine's speculative config, set by an option or the profile."""
     drafts, config = profile.speculation, {}
     if "speculative-config" in options:
         config = dict(_mapping(options["speculative-config"]))

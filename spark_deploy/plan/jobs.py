@@ -244,6 +244,7 @@ def image_job(plan: ImagePlan, context: tuple[ManagedFile, ...]) -> Work:
 
 
 def plan_jobs(model: ModelPlan, context: tuple[ManagedFile, ...]) -> tuple[Work, ...]:
+    """Return the jobs that prepare the files and the image of a model."""
     companions = {companion.source.dir for companion in model.companions}
     fetches = {
         source.dir: fetch_job(source, None if source.dir in companions else model.checkpoint)
@@ -278,6 +279,7 @@ def preparation_name(job: Job) -> str:
 
 
 def keep_list(plan: HostPlan) -> KeepList:
+    """Return the releases, folders and images that pruning keeps."""
     releases = [service.release for service in plan.served]
     releases += [scheduled.release for scheduled in plan.schedule]
     folders = {mount.source for release in releases for mount in release.engine.mounts}

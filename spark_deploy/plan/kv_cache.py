@@ -169,6 +169,7 @@ def measured_cache(model: Model, profile: Profile) -> MeasuredCache | None:
 
 
 def _plain_shape(model: PlainModel, profile: Profile) -> CacheShape | None:
+    """Return the cache shape of a published model; ``None`` if unknown."""
     if (measured := measured_cache(model, profile)) is not None:
         return CacheShape(_PAGE_TOKENS, _PAGE_TOKENS * measured.token_bytes, 1, 0)
     anatomy, width = model.anatomy, relative_cache_size(profile.kv_cache.dtype)
@@ -195,6 +196,7 @@ def _grouped_shape(
     page_tokens: int,
     profile: Profile,
 ) -> CacheShape:
+    """Return the cache shape of layers whose tokens have equal size, with groups as in vLLM."""
     drafts = profile.speculation.tokens if profile.speculation else 0
     full = sum(layer.layers for layer in attention if layer.kind != "sliding")
     sliding = sum(layer.layers for layer in attention if layer.kind == "sliding")

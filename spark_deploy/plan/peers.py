@@ -48,6 +48,7 @@ def shared_trees(jobs: Iterable[Work]) -> tuple[SharedTree, ...]:
 
 
 def trees_to_share(host: str, members: Sequence[Member]) -> frozenset[str]:
+    """Return the digests of this host's trees that another host lacks."""
     states = next(member.trees for member in members if member.name == host)
     return frozenset(
         digest

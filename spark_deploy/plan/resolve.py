@@ -42,6 +42,7 @@ Fits = Callable[[Settings], bool]
 
 
 def effective_profile(profile: Profile, settings: Settings) -> Profile:
+    """Return the profile with the values that the settings override."""
     engine = {f.name: getattr(settings.engine, f.name) for f in fields(settings.engine)}
     if settings.checkpoint.source == "prebuilt" and profile.shared_experts == "fp8-donor":
         profile = replace(profile, shared_experts="fp8-base")

@@ -133,6 +133,7 @@ def next_turn_s(
 
 
 def best_speedup(model: HybridModel, profile: Profile) -> Speedup | None:
+    """Return the setting whose change increases the computed speed most, if it is worthwhile."""
     now = compute_speed(model.architecture, profile).tokens_per_s
     speedups = [
         Speedup(setting, compute_speed(model.architecture, other).tokens_per_s / now - 1)
@@ -189,6 +190,7 @@ def step_reads(
 def _step_parts(
     model: Architecture, profile: Profile, drafts: int, requests: int, context_tokens: int
 ) -> Iterator[tuple[str, float]]:
+    """Yield the parts of a step's time: cause and seconds."""
     head_s = 0.0
     for cause, size_bytes, efficiency in step_reads(
         model, profile, drafts, requests, context_tokens

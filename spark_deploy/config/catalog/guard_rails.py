@@ -37,6 +37,7 @@ def all_hold(conditions: Mapping[str, Mapping[str, Any]], facts: Mapping[str, An
 
 
 def _holds(value: Any, comparison: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
+    """Return whether a value satisfies a comparison, such as ``{"above": 2}``."""
     [(operator, other)] = comparison.items()
     if operator == "is":
         return bool(value == other)

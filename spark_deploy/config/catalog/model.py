@@ -88,6 +88,7 @@ class Tensors:
                 yield Violation((key,), message, fix)
 
     def _wrong_donor_shapes(self, donor: str | None) -> Iterator[Violation]:
+        """Check that every swapped module has a shape, and that its scales match the blocks."""
         where = ("donor_shapes",)
         if donor is not None or self.donor_shapes:
             try:

@@ -112,6 +112,8 @@ class Catalog:
         return self.profiles[key]
 
     def with_anatomies(self, anatomies: Mapping[str, Anatomy]) -> "Catalog":
+        """Return the catalog with the facts that the lock contains about each repository."""
+
         def read_model(name: str) -> Model | None:
             model = self.models.get(name)
             return _model_with_anatomies(model, anatomies) if model else None

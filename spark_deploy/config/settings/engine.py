@@ -83,6 +83,7 @@ DraftSchedule = tuple[tuple[PositiveInt, PositiveInt, NonNegativeInt], ...]
 
 
 def check_schedule(schedule: DraftSchedule | None) -> Iterator[Violation]:
+    """Check the ranges of ``num_speculative_tokens_per_batch_size``."""
     previous = 0
     for first, last, _ in schedule or ():
         if first > last or first <= previous or (not previous and first > 1):
@@ -141,6 +142,7 @@ def canonical_name(name: str) -> str:
 
 
 def option_problems(options: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Yield (option, message, fix) for each option that users cannot set here."""
     for option in sorted(options):
         name = canonical_name(option).removeprefix("no-")
         # argparse accepts abbreviations, which no rule would recognize.
@@ -221,6 +223,7 @@ _MAX_BYTES = 32_768
 
 
 def environment_problems(environment: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    """Yield (name, message, fix) for each variable that users cannot set."""
     for name in sorted(environment):
         if _SECRET.search(name):
             message = "looks like a secret; other users can read the environment of a unit"

@@ -61,6 +61,7 @@ def load_hosts(
     checkout: Path = CHECKOUT,
     must_serve: bool = True,
 ) -> dict[str, HostSettings]:
+    """Return the settings of each host. Raises SettingsError with all problems."""
     reader = _Reader(root, checkout, must_serve)
     common = reader.file_layers(checkout / "group_vars" / "all.yml")
     if root.resolve() != checkout.resolve():
@@ -150,6 +151,7 @@ class _Reader:
         return self.layers(label, data)
 
     def layers(self, label: str, data: dict[str, Any]) -> list[_Layer]:
+        """Return the data as a layer, with vLLM's names of engine settings replaced by ours."""
         services = data.get("services")
         sections: dict[str, Any] = {"": data}
         if isinstance(services, dict):
@@ -201,6 +203,7 @@ class _Reader:
 
 
 def _for_host(loaded: HostSettings, host: str) -> HostSettings:
+    """Return a host's settings, without a cluster or replicas to which it does not belong."""
     settings = loaded.settings
     if not settings:  # load_hosts reports the problems
         return loaded
