@@ -102,12 +102,12 @@ def _load(path: Path, loader: Any) -> Any:
     with path.open("rb") as file:
         data = file.read(_MAX_BYTES + 1)
     if len(data) > _MAX_BYTES:
-        raise _TooLargeError(f"is larger than {_MAX_BYTES} bytes")
+        raise _TooLargeError(f"the file is larger than {_MAX_BYTES} bytes")
     text = data.decode("utf-8")
     depth = 0
     for number, event in enumerate(yaml.parse(text, Loader=_Loader)):
         if number > _MAX_EVENTS:
-            raise _TooLargeError(f"has more than {MAX_VALUES} values")
+            raise _TooLargeError(f"the file has more than {MAX_VALUES} values")
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
             if depth > _MAX_YAML_LEVELS:
@@ -139,11 +139,11 @@ def read_mapping(
         return {}, [Problem(label, "nests too deeply", "write fewer levels")]
     except (ValueError, OverflowError, AttributeError, KeyError) as error:
         # PyYAML cannot convert some values: a 13th month, a number of a megabyte, `!!bool maybe`.
-        return {}, [Problem(label, f"has an invalid value: {error}", "put it in quotes")]
+        return {}, [Problem(label, f"the file has an invalid value: {error}", "put it in quotes")]
     if data is None:
         return {}, []
     if not isinstance(data, dict):
-        message = f"is a {type(data).__name__}, not keys and values"
+        message = f"the file contains a {type(data).__name__}, not keys and values"
         return {}, [Problem(label, message, "write `key: value` on each line")]
     problems = [
         Problem(f"{label}: {dotted(path)}", message, fix)
@@ -160,7 +160,9 @@ def _yaml_problem(error: yaml.YAMLError, path: Path, label: str) -> Problem:
     if mark and "cannot start any token" in message:
         line = path.read_text(encoding="utf-8").split("\n")[mark.line]
         if line[mark.column : mark.column + 1] == "\t":
-            return Problem(where, "has a tab where YAML accepts only spaces", "write spaces")
+            return Problem(
+                where, "the line has a tab where YAML accepts only spaces", "write spaces"
+            )
     return Problem(where, message, "correct the YAML in that line or the line above")
 
 

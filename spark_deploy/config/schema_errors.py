@@ -181,7 +181,7 @@ def unusable_values(data: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, st
         yield (), f"has more than {MAX_VALUES} values", "write fewer values, without nested aliases"
     elif len(path) > _MAX_LEVELS:
         fix = "remove recursive aliases, and reduce the nesting"
-        yield path[:3], "is nested too deeply, or contains itself", fix
+        yield path[:3], "the value is nested too deeply, or contains itself", fix
     elif isinstance(data, dict):
         for key, value in data.items():
             if not isinstance(key, str):

@@ -41,7 +41,7 @@ def resource_findings(plan: PreflightPlan, survey: Survey) -> Iterator[Finding]:
     yield from _container_findings(plan, survey)
     yield from _port_findings(plan, survey)
     if plan.tailscale and not re.fullmatch(r"[0-9.]{7,15}", survey.tailscale):
-        message = f"has no address on this host: {survey.tailscale or 'no output'}"
+        message = f"Tailscale has no address on this host: {survey.tailscale or 'no output'}"
         fix = "run `tailscale up` on the host, or choose another serve.expose"
         yield error("tailscale", message, fix)
     obtainable_bytes = survey.obtainable_bytes

@@ -277,7 +277,7 @@ def run_engine(plan: DockerPlan) -> Commands:
     action = "reloading docker's configuration" if can_reload else "restarting docker"
     log(f"{action} to apply {', '.join(keys)}")
     if state.serving and not can_reload:
-        log(f"this stops {', '.join(state.serving)}, which systemd will restart")
+        log(f"this also restarts {', '.join(state.serving)}")
     yield FunctionCommand(apply_keys, [fact_arguments(plan), planned, keys], {})
 
 
@@ -338,7 +338,7 @@ def generate_cdi(plan: DockerPlan) -> Commands:
     if not outdated:
         host.noop("CDI is not used" if not state.cdi else "CDI matches the driver")
     for path, version in outdated.items():
-        log(f"{path} is for driver {version}, but {loaded} is loaded")
+        log(f"{path} is for driver {version}, but driver {loaded} is loaded")
         yield f"nvidia-ctk cdi generate --output={shlex.quote(path)}"
 
 

@@ -180,7 +180,7 @@ cat > {target}.spark-new; mv -fT {target}.spark-new {target}
                 f"but {repository.key_sha256} is pinned"
             )
             fail(where, message, "ask the vendor whether the key changed, then set key_sha256")
-        message = f"cannot be added: {failure.output.strip() or failure}"
+        message = f"the repository cannot be added: {failure.output.strip() or failure}"
         fail(where, message, "check key_url and the host's network")
     return True
 

@@ -107,6 +107,7 @@ def roll_out(release: Release, timeout_s: int, scheduled: Sequence[Release] = ()
     rollback = state.rolled_back if state else None
     if rollback and rollback.to != release.name:
         commands.log_once(
+            "the host "
             f"was rolled back from {rollback.from_release} to {rollback.to} at {rollback.at}, "
             f"but the settings select {release.name}"
         )
@@ -276,7 +277,7 @@ def _wait_until_serving(state: State, host: Host, target: Release) -> bool:
                 host.log(f"{name} is {unit_state}")
         gevent.sleep(_POLL_INTERVAL_S)
     fix = f"check `journalctl -u '{SERVE.unit('*')}'`; the other hosts were not rebooted"
-    fail(host.name, "does not serve after the reboot", fix)
+    fail(host.name, "the host does not serve after the reboot", fix)
 
 
 def _require_readable(host: Host, status: HostStatus) -> None:

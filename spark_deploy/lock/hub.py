@@ -73,7 +73,9 @@ def look_up_repo(endpoint: str, repo: str, revision: str, token: str | None) -> 
         raise LockError.one(where, "the repository is gated", fix) from error
     except RevisionNotFoundError as error:
         fix = "correct sources.revision in the model file"
-        raise LockError.one(where, f"has no branch, tag or commit {revision}", fix) from error
+        raise LockError.one(
+            where, f"the repository has no branch, tag or commit {revision}", fix
+        ) from error
     except RepositoryNotFoundError as error:
         fix = "correct the name; for a private repository, run `hf auth login` or set hub.token"
         raise LockError.one(where, "no such repository", fix) from error
@@ -158,7 +160,7 @@ def _make_source(where: str, repo: str, revision: str, info: ModelInfo) -> Locke
     files.sort(key=lambda file: file.path)
     downloaded, left_out = split_files(where, files)
     if not downloaded:
-        raise LockError.one(where, "has no file to download", "check the repository")
+        raise LockError.one(where, "the repository has no file to download", "check the repository")
     return LockedSource(repo, revision, info.sha, downloaded, left_out)
 
 

@@ -101,7 +101,7 @@ def check_single_revisions(sources: Iterable[tuple[str, str]]) -> None:
     for repo, revision in sorted(sources):
         first = revisions.setdefault(repo, revision)
         if first != revision:
-            what = f"is required at {first} and at {revision}; a lock file pins a single revision"
+            what = f"{first} and {revision} are required, but a lock file pins a single revision"
             fix = "use the same revision, or a separate lock_file for the other hosts"
             raise LockError.one(repo, what, fix)
 

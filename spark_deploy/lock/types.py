@@ -191,7 +191,7 @@ def image_name(reference: str) -> str:
 
 
 _PICKLE = "reading this file can run code (pickle)"
-_CODE = "is code or of an unknown type"
+_CODE = "code, or a file of unknown type"
 _PICKLES = frozenset({
     *("bin", "ckpt", "dill", "h5", "joblib", "keras", "mar", "nemo", "npy", "npz"),
     *("p", "pickle", "pk", "pkl", "pt", "pt2", "pth", "t7"),

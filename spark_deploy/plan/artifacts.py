@@ -360,13 +360,13 @@ def image_plan(
 def locked_image(model: Model, settings: Settings, lock: Lock, role: str) -> LockedImage:
     reference = settings.images.get(role)
     if reference is None:
-        what = f"needs the image role '{role}', which is missing in the settings"
+        what = f"the model needs image role '{role}', which is missing in the settings"
         fix = f"set images.{role} (known: {', '.join(sorted(settings.images))})"
         raise PlanError.one(f"catalog/models/{model.name}.yml: image.role", what, fix)
     image = lock.images.get(reference)
     if image is None:
         fix = "run `spark-deploy update --missing`, or set locked: first-use"
-        raise PlanError.one(f"lock: {reference}", "is not locked to a digest", fix)
+        raise PlanError.one(f"lock: {reference}", "the image is not locked to a digest", fix)
     return image
 
 

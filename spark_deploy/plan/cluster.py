@@ -129,7 +129,7 @@ def fabric_links(
     hosts = settings.fabric.hosts or settings.cluster.hosts
     if host not in hosts or len(hosts) < 2:
         fix = "list at least two hosts in fabric.hosts or cluster.hosts, including this one"
-        raise PlanError.one(f"{host}: fabric", "is not in a fabric of several hosts", fix)
+        raise PlanError.one(f"{host}: fabric", "this host is not in a fabric of several hosts", fix)
     next_host = hosts[(hosts.index(host) + 1) % len(hosts)]
     links = []
     # RDMA ports pair with RDMA ports only, even if all ports share a network.
@@ -202,7 +202,7 @@ def _address_problems(
         ports = _cluster_ports(fabric[host].ports, network)
         for address in (text.partition("/")[0] for port in ports for text in port.addresses):
             if (other := owners.setdefault(address, host)) != host:
-                what = f"has the same address as {other}: {address}"
+                what = f"this port has the same address as {other}: {address}"
                 fix = "list each machine once in cluster.hosts; use each address on one port only"
                 yield Problem(f"{host}: cluster", what, fix)
         first_ports: dict[ipaddress.IPv4Network, Port] = {}
@@ -252,7 +252,7 @@ def _missing_address(host: str, ports: Sequence[Port], subnet: str | None) -> Pr
     required = f"in {subnet}" if subnet else "on an RDMA port in a network of all members"
     return Problem(
         f"{host}: cluster",
-        f"has no address {required} (found: {'; '.join(interfaces) or 'no interface'})",
+        f"this host has no address {required} (found: {'; '.join(interfaces) or 'no interface'})",
         "give the cabled port an address (netplan), or set cluster.subnet to another network",
     )
 

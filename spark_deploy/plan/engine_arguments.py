@@ -227,7 +227,7 @@ def _extra_options(model: Model, profile: Profile) -> dict[str, Any]:
 def _mapping_option(options: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     value = decode_mapping(options.get(name) or {})
     if not isinstance(value, Mapping):
-        what = f"must be a mapping, not {value!r}, because spark-deploy adds keys to it"
+        what = f"this option must be a mapping, not {value!r}, because spark-deploy adds keys"
         raise PlanError.one(f"engine option {name}", what, "write it as a mapping")
     return value
 

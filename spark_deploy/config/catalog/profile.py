@@ -85,20 +85,24 @@ class Speculation:
     def violations(self) -> Iterator[Violation]:
         yield from check_schedule(self.num_speculative_tokens_per_batch_size)
         if self.method in METHODS_WITH_REPOSITORY and self.repository is None:
-            message = f"is required by {self.method}: the model does not contain a drafter"
+            message = (
+                f"{self.method} needs a repository, because the model does not contain a drafter"
+            )
             yield Violation(("repository",), message, "set it to the drafter's repository")
         if self.method == "ngram" and self.repository is not None:
-            message = "does not apply to ngram, which needs no weights"
-            yield Violation(("repository",), message, "remove it, or choose another method")
+            message = "ngram drafts need no weights, so they have no repository"
+            yield Violation(
+                ("repository",), message, "remove it, or choose another drafting method"
+            )
         if self.draft_vocabulary_tokens is not None and not self.uses_model_layers:
-            message = "applies only to drafts of the model's own MTP layer"
+            message = "this setting applies only to drafts of the model's own MTP layer"
             yield Violation(("draft_vocabulary_tokens",), message, "remove it")
         if self.method == "mtp" and self.tokens > _MAX_MTP_TOKENS:
             message = f"{self.tokens} draft tokens are too many for an MTP layer"
             yield Violation(("tokens",), message, f"draft {_MAX_MTP_TOKENS} or fewer")
         for key in ("longest_match", "shortest_match"):
             if self.method != "ngram" and getattr(self, key) is not None:
-                message = f"applies only to ngram, not to {self.method}"
+                message = f"this setting applies only to ngram, not to {self.method}"
                 yield Violation((key,), message, "remove it")
         longest_match = self.longest_match or 64
         if (self.shortest_match or 0) > longest_match:

@@ -212,12 +212,15 @@ _LOADER = (
 _RUNTIMES = r"(DOCKER|BUILDKIT|BUILDX|COMPOSE|CONTAINERD|RUNC|NVIDIA)_.*"
 # Patterns of whole names.
 _REJECTED = {
-    _LOADER: ("makes programs load or run other code", "put it into the image"),
+    _LOADER: ("this variable makes programs load or run other code", "put it into the image"),
     _RUNTIMES: (
-        "is read by docker and runtimes, which run as root",
+        "docker and runtimes, which run as root, read this variable",
         "remove it: the plan configures the GPU",
     ),
-    "VLLM_SERVER_DEV_MODE": ("enables HTTP paths that change a running engine", "remove it"),
+    "VLLM_SERVER_DEV_MODE": (
+        "this variable enables HTTP paths that change a running engine",
+        "remove it",
+    ),
 }
 _MAX_BYTES = 32_768
 
@@ -226,7 +229,7 @@ def environment_problems(environment: Mapping[str, str]) -> Iterator[tuple[str, 
     """Yield (name, message, fix) for each variable that users cannot set."""
     for name in sorted(environment):
         if _SECRET.search(name):
-            message = "looks like a secret; other users can read the environment of a unit"
+            message = "this may be a secret, but other users can read the environment of a unit"
             yield name, message, "use hub.token or serve.api_key with {env|file|command: ...}"
         for pattern, (message, fix) in _REJECTED.items():
             if re.fullmatch(pattern, name):

@@ -180,7 +180,7 @@ class _Reader:
             where = f"{file}: {dotted(violation.key)}"
             return Problem(where, violation.what, violation.fix)
 
-        message, fix = "contains a line break or control character", "write a single line"
+        message, fix = "the value contains a line break or control character", "write a single line"
         problems = [
             problem(Violation(path, message, fix))
             for path in paths_with_control_characters(data)
@@ -356,7 +356,7 @@ def _read_reference(reference: SecretRef) -> str:
             raise ValueError(f"{reference.file} cannot be read ({type(error).__name__})") from None
     if reference.command:
         return _command_output(reference.command)
-    raise ValueError("is generated on the host and cannot be read here")
+    raise ValueError("the host generates this secret, so it cannot be read here")
 
 
 def _command_output(argv: tuple[str, ...]) -> str:

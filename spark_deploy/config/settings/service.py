@@ -365,7 +365,7 @@ class ServiceSettings(ModelAndProfile):
             yield Violation(("memory_gib",), message, fix)
         if self.idle_stop_s and self.start == "always":
             fix = "set start: on-request, or remove idle_stop_s"
-            yield Violation(("idle_stop_s",), "has no effect with start: always", fix)
+            yield Violation(("idle_stop_s",), "idle_stop_s has no effect with start: always", fix)
         yield from (
             violation._replace(key=("engine", *violation.key))
             for violation in self.engine.violations()

@@ -108,7 +108,7 @@ class Settings:
     model: CatalogName = Field(default="qwen3.5-122b", examples=["qwen3.5-122b"])
     """Model to serve: a file name in catalog/models without .yml."""
     profile: CatalogName = Field(default="v2", examples=["v2", "v2-tq"])
-    """Profile to serve it with: a file name in catalog/profiles without .yml."""
+    """Profile for the model: a file name in catalog/profiles without .yml."""
     keep_ready: tuple[ModelAndProfile, ...] = Field(
         default=(),
         examples=[[{"model": "qwen3.5-122b", "profile": "base"}]],
@@ -335,7 +335,7 @@ def _service_violations(settings: Settings) -> Iterator[Violation]:
         where = ("services", name)
         if name == MAIN_SERVICE:
             fix = "choose another name; the top-level model and profile are for the main service"
-            yield Violation(where, "is reserved for the main service", fix)
+            yield Violation(where, "this name is reserved for the main service", fix)
         for path in service.paths:
             first = service_of_path.setdefault(path, name)
             if first != name:

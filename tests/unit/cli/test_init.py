@@ -138,7 +138,10 @@ def test_pyinfra_reads_the_same_hosts():
         ("hosts: {}\n", "hosts.yml"),
         ("host: {a: }\n", "did you mean hosts?"),
         ("hosts:\n  a: {port: 70000}\n", "hosts.yml: hosts.a.port"),
-        ("hosts:\n\ta: {}\n", "hosts.yml line 2: has a tab where YAML accepts only spaces"),
+        (
+            "hosts:\n\ta: {}\n",
+            "hosts.yml line 2: the line has a tab where YAML accepts only spaces",
+        ),
         (
             "hosts: {a: {address: 10.0.0.7}, b: {address: 10.0.0.7, port: 22}}\n",
             "b: has the same address as a: 10.0.0.7",

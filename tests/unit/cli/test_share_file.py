@@ -124,11 +124,11 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     ),
     "code by option": (
         lambda data: data["profile"].update(options={"worker-cls": "ours.Worker"}),
-        "options.worker-cls: is not on the list",
+        "options.worker-cls: this option or variable is not on",
     ),
     "code by variable": (
         lambda data: data["model"].update(changes=CODE),
-        "environment.VLLM_NCCL_SO_PATH: is not on the list",
+        "environment.VLLM_NCCL_SO_PATH: this option or variable is not on",
     ),
 }  # fmt: skip
 

@@ -44,7 +44,7 @@ def test_never_downloads_pickle_or_code(look_up, tmp_path):
     path = tmp_path / "spark.lock.yml"
     write_lock(path, EMPTY_LOCK.with_entries([result]))
     assert read_lock(path).source(REPO, "main") == result
-    assert "modeling_x.py: is code" in path.read_text()
+    assert "modeling_x.py: code," in path.read_text()
 
 
 def test_download_jobs_exclude_unsafe_files(look_up):

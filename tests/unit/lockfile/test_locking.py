@@ -161,7 +161,7 @@ def test_rejects_repository_at_two_revisions(settings, tmp_path, hub):
     catalog = dataclasses.replace(CATALOG, models=models, profiles=profiles)
     ready = (ModelAndProfile(model="older", profile="base"),)
     both = dataclasses.replace(settings, profile="base", keep_ready=ready)
-    with pytest.raises(LockError, match=r"lab/tiny-int4: is required at main and at v1"):
+    with pytest.raises(LockError, match=r"lab/tiny-int4: main and v1 are required"):
         load_or_extend_lock(both, catalog, tmp_path / "spark.lock.yml", lambda text: None)
     assert hub.requests == Server.requests == []
 

@@ -176,7 +176,7 @@ def readdressed(ports, *addresses):
         (readdressed((LAN, *cabled_ports(0, 11)), "192.168.1.2/24", "192.168.100.11/24",
                      "192.168.100.12/24"),
          "spark-2: enP2p1s0f0np0: 192.168.100.0/24 is also the network of enp1s0f0np0"),
-        ((LAN, *cabled_ports(1, 10)), "spark-2: cluster: has the same address as spark-1"),
+        ((LAN, *cabled_ports(1, 10)), "spark-2: cluster: this port has the same address"),
     ],
 )  # fmt: skip
 def test_rejects_ambiguous_networks(second, message):

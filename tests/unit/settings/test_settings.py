@@ -115,7 +115,7 @@ WRONG = {
     "expect: {gpu_name: 24.04}": "24.04 is not text",
     "serve: {expose: web}": "not one of loopback, docker, tailscale",
     "services: {a: {model: x, profile: y, port: 1, memory_gib: 9, idle_stop_s: 9}}": (
-        "services.a.idle_stop_s: has no effect"
+        "services.a.idle_stop_s: idle_stop_s has no effect"
     ),
     "serve: {expose: lan, tls: own-cert}": "serve.tls_key: is required by tls: own-cert",
     "serve: {tls_certificate: cert.pem}": "does not have the required form",
@@ -133,7 +133,7 @@ WRONG = {
     "engine: {options: {max_model_len: 4096}}": "is set elsewhere",
     "engine: {options: {host: 0.0.0.0}}": "elsewhere",
     "engine: {options: {1: x}}": "1 is not text",
-    "engine: {environment: {HF_TOKEN: x}}": "looks like a secret",
+    "engine: {environment: {HF_TOKEN: x}}": "may be a secret",
     "engine: {environment: {LD_PRELOAD: /cache/x.so}}": "load or run other code",
     "engine: {environment: {DOCKER_HOST: 'tcp://a'}}": "docker and runtimes",
     'engine: {environment: {A: "x\\nLD_PRELOAD=/y"}}': "a line break",
@@ -150,7 +150,7 @@ WRONG = {
     "serve: &a {x: *a}": "contains itself",
     f"engine: {{options: {{a: {'[' * 600 + ']' * 600}}}}}": "too deeply",
     'model: "\\ud800"': "invalid Unicode character",
-    "- v2": "is a list",
+    "- v2": "contains a list",
     "serve: {port: 1": "line",
     "model: a\nmodel: b": "'model' is given twice",
     "serve: [1]": "[1] is not a mapping",
