@@ -45,10 +45,13 @@ _SYSTEM_FOLDERS = ("/media", "/mnt", "/opt", "/srv", "/var", "/var/lib", "/lost+
 class ExpectSettings:
     """Required properties of a host; preflight rejects other hosts before any change."""
 
-    arch: str = Field(default="aarch64", description="Architecture that `uname -m` prints.")
+    arch: str = Field(default="aarch64", description="Required output of `uname -m`.")
     gpu_name: str = GB10
-    """Name that nvidia-smi prints. For a GB10, the PCI ID must also be present."""
-    os: _Os = Field(default="ubuntu 24.04", description="ID and VERSION_ID of /etc/os-release.")
+    """Required GPU name in the output of nvidia-smi. For a GB10, the PCI ID must also be
+    present."""
+    os: _Os = Field(
+        default="ubuntu 24.04", description="Required ID and VERSION_ID in /etc/os-release."
+    )
     dgx_os: Literal["require", "warn", "ignore"] = "warn"
     """Reaction to a missing /etc/dgx-release, or to an unfinished vendor update (torn score of
     nvidia-spark-ota-check above 0)."""
@@ -76,8 +79,8 @@ class BaseSettings:
     earlyoom: bool = False
     """Install earlyoom; it stops the engine first when memory runs out."""
     compaction_proactiveness: int | None = Field(default=None, ge=0, le=100)
-    """vm.compaction_proactiveness of the kernel (default 20); null: unchanged. 0 is reported about
-    10 % faster, but may leave the GPU driver without contiguous memory after days."""
+    """vm.compaction_proactiveness of the kernel (default 20); null: unchanged. Users report about
+    10 % more speed with 0, but after days the GPU driver may find no contiguous memory."""
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
@@ -115,10 +118,12 @@ class PathSettings:
     places: /etc/spark, /var/lib/spark, /usr/local/lib/spark, /srv/spark/cache.
     """
 
-    models_dir: Folder = Field(default="/srv/spark/models", description="Built checkpoints.")
+    models_dir: Folder = Field(
+        default="/srv/spark/models", description="Folder of built checkpoints."
+    )
     sources_dir: Folder = "/srv/spark/sources"
-    """Verified downloads. On the filesystem of models_dir, base shards are linked instead of
-    copied."""
+    """Folder of verified downloads. On the file system of models_dir, base shards are linked
+    instead of copied."""
 
     @property
     def cache_dir(self) -> str:
@@ -146,7 +151,7 @@ class SshSettings:
     """How to reach a host; null leaves it to ~/.ssh/config."""
 
     hostname: Address | None = None
-    """Address, if the inventory name does not resolve."""
+    """Address of the host, if the inventory name does not resolve."""
     user: Login | None = None
     """Login user. spark-deploy is the account that deploys/bootstrap.py creates; bootstrap gives
     any other user sudo without a password."""
@@ -159,7 +164,7 @@ class SshSettings:
     """Addresses from which spark-deploy's key is accepted (`from=` of sshd); empty: this machine's
     address during bootstrap."""
     port: int | None = Field(default=None, ge=1, le=65535, description="SSH port.")
-    key_file: Text | None = Field(default=None, description="Private key on the controller.")
+    key_file: Text | None = Field(default=None, description="Private key file of the controller.")
     known_hosts_file: Text | None = None
     """File to use instead of ~/.ssh/known_hosts."""
 
@@ -183,7 +188,7 @@ class ClusterSettings:
             r"^[0-9.]+/[0-9]+$", "a network with a prefix length", "192.168.100.0/24"
         ),
     )
-    """Network between the members, with fixed addresses. null: the network in which every member
+    """Network in which the members have fixed addresses. null: the network in which every member
     has an RDMA port."""
 
     def violations(self) -> Iterator[Violation]:

@@ -145,8 +145,8 @@ class Settings:
     watch: WatchSettings = Field(default_factory=WatchSettings)
     check: CheckSettings = Field(default_factory=CheckSettings)
     lock_file: RelativePath = Field(default="spark.lock.yml", examples=["spark.lock.yml"])
-    """Path of the lock file, relative to the parent folder of group_vars. It pins names to commits
-    and digests."""
+    """Path of the lock file, relative to the parent folder of group_vars. The file pins names to
+    commits and digests."""
     locked: Literal["first-use", "required"] = "first-use"
     """first-use: a run locks new names. required: a run rejects names that are not locked."""
     images: dict[str, ImageName] = Field(
