@@ -106,11 +106,11 @@ def _sweep(path: Path) -> Iterator[str]:
 
 def proven_rows(checkout: Path) -> Iterator[str]:
     reports = _reports(checkout)
-    columns = ["part", "virtual lab", "H200 or H100", *(["DGX Spark"] if reports else [])]
-    yield from (row(*columns), f"|{'---|' * len(columns)}")
     for part in read_questions(checkout).parts:
-        sparks = [_on_sparks(part, reports)] if reports else []
-        yield row(part.part, part.lab, part.gpu, *sparks)
+        yield f"- {part.part}:"
+        sparks = _on_sparks(part, reports) if reports else ""
+        places = {"virtual lab": part.lab, "H200 or H100": part.gpu, "DGX Spark": sparks}
+        yield from (f"  - *{place}*: {text}" for place, text in places.items() if text)
 
 
 def question_rows(checkout: Path) -> Iterator[str]:
