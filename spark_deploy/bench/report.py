@@ -76,6 +76,7 @@ def make_title(results: Sequence[BenchResult]) -> str:
 
 
 def column_names(results: Sequence[BenchResult]) -> list[str]:
+    """Return short column names that distinguish the results."""
     served = [result.served for result in results]
     names = [item.profile for item in served]
     if len({item.model for item in served}) > 1:

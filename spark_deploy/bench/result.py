@@ -158,7 +158,7 @@ class Served:
         stand_ins = sorted(f"{k} {version}" for k, version in self.versions.items()
                            if LAB_STUB_SUFFIX in version)  # fmt: skip
         reason = f"Stand-ins: {', '.join(stand_ins)}. " if stand_ins else ""
-        reason += "Portable mode: every layer dequantized. " * self.portable
+        reason += "Portable mode: every layer is dequantized. " * self.portable
         return reason and f"{reason}Not valid for a Spark."
 
 

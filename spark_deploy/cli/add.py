@@ -192,6 +192,7 @@ def _build_orders(model: HybridModel) -> Iterator[builder_api.BuildPlan]:
 
 
 def _add_files(source: str, host: Target, profile: str, *, force: bool) -> AddedModel:
+    """Write catalog files from a shared file, a recipe or a repository."""
     data = _read_file(source)
     if data is not None and "shared" in data:
         shared = share.read_shared(data, source)

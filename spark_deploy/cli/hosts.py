@@ -122,6 +122,7 @@ def _is_trusted(inventory: Path) -> bool:
 
 
 def build_plan(host: Target, *, estimate: bool = False) -> HostPlan:
+    """Return a host's plan; look up missing names, or estimate sizes without a hub."""
     settings, catalog = host.settings, host.catalog
     path = host.loaded.lock_path
     lock = host.locks.get(path) or read_lock(path)

@@ -224,6 +224,7 @@ def parse_samples(lines: Iterable[str]) -> Iterator[Sample]:
 
 
 def compute_load(host: str, samples: Sequence[Sample]) -> Load:
+    """Compute rates from the first and last sample."""
     if not samples:
         return Load(host, *[None] * 8)
     last, before = samples[-1], samples[0]
@@ -261,8 +262,9 @@ _OPTIONAL = ("W", "°C", "accepted", "free GiB", "cache", "waiting", "running")
 
 
 def table(rows: Sequence[Load], width: int) -> Table:
+    """Return a table of loads; hide optional columns in a narrow terminal."""
     columns = {"host": [row.host for row in rows], "model": [row.model or "-" for row in rows]}
-    for title, form, value in (
+    for title, spec, value in (
         ("running", ".0f", lambda row: row.running), ("waiting", ".0f", lambda row: row.waiting),
         ("tok/s", ".1f", lambda row: row.tokens_per_s),
         ("accepted", ".0%", lambda row: row.acceptance_fraction),
@@ -271,7 +273,7 @@ def table(rows: Sequence[Load], width: int) -> Table:
         ("°C", ".0f", lambda row: row.temperature_c), ("W", ".0f", lambda row: row.power_w),
     ):  # fmt: skip
         values = map(value, rows)
-        columns[title] = ["-" if each is None else format(each, form) for each in values]
+        columns[title] = ["-" if number is None else format(number, spec) for number in values]
     widths = {title: max(map(len, [title, *texts])) + 2 for title, texts in columns.items()}
     for title in _OPTIONAL:
         if sum(widths.values()) - 2 > width:

@@ -171,7 +171,7 @@ def plan_lines(
             donor = f" and {format_size(donor_bytes)} of FP8 tensors" if donor_bytes else ""
             yield row(
                 "",
-                "removed after a release with the built checkpoint has passed its check; "
+                "the host removes the download after the built checkpoint has passed its check; "
                 f"a rebuild downloads {format_size(plan.checkpoint.base.size_bytes)}{donor} again",
             )
     if base := plan.requantized:
@@ -253,7 +253,8 @@ def _checkpoint_lines(checkpoint: CheckpointPlan | None) -> Iterator[str]:
     )
     if donor := checkpoint.donor:
         yield row(
-            "", f"reads byte ranges from {donor.repo} {_commit_text(donor)} without storing them"
+            "",
+            f"the build reads byte ranges of {donor.repo} {_commit_text(donor)} and stores no file",
         )
 
 

@@ -361,7 +361,7 @@ def _add_speculation(config: dict[str, Any], arguments: Arguments) -> None:
     schema = schema_of(Speculation, "s")
     problems = [problem.what for problem in schema_problems(speculation, schema, lambda path: "")]
     if not problems:  # only data that matches the schema can be converted
-        problems = [each.what for each in convert(Speculation, speculation).violations()]
+        problems = [violation.what for violation in convert(Speculation, speculation).violations()]
     if problems:
         arguments.unused.append(f"--speculative-config: {problems[0]}")
         return
@@ -371,6 +371,7 @@ def _add_speculation(config: dict[str, Any], arguments: Arguments) -> None:
 
 
 def _option_values(args: list[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield each option's full name and values."""
     name: str | None = None
     values: list[str] = []
     for arg in args:

@@ -183,6 +183,7 @@ Verdict = tuple[str, bool | None, str]  # question; answer, or None if open; evi
 
 
 def with_answers(host: HostReport) -> HostReport:
+    """Add an answer to each open question; without a real Spark, all stay open."""
     found = [*_host_answers(host)]
     if host.serving:
         found += _deployment_answers(host, host.serving)

@@ -384,6 +384,7 @@ def _choose_profile(model: str, hosts: list[Target]) -> dict[str, str]:
 
 
 def _parse_choice(choice: str, catalog: Catalog) -> dict[str, str]:
+    """Return settings for MODEL, PROFILE or MODEL/PROFILE; raise for unknown names."""
     models, profiles = sorted(catalog.models), sorted(set(catalog.profile_names))
     model, slash, profile = choice.partition("/")
     if slash and model in models and profile in profiles:

@@ -99,16 +99,16 @@ def _resource_lines(answer: Answer[UninstallManifest]) -> Iterator[str]:
     if resources is None:
         yield f"{name}: {answer.problem}"
         return
-    total = gigabytes(sum(thing.size_bytes for thing in resources.items))
+    total = gigabytes(sum(item.size_bytes for item in resources.items))
     baseline = f"at {resources.baseline_at}" if resources.baseline_at else "never"
     summary = (
         f"{len(resources.items)} resources, {total}; state before the first deploy: {baseline}"
     )
     yield f"{name}: {summary if resources.items else 'no managed resources'}"
-    for thing in resources.items:
-        size = gigabytes(thing.size_bytes) if thing.size_bytes else ""
-        reason = f"  ({thing.kept_because})" if thing.kept_because else ""
-        yield f"  {size:>9}  {thing.kind:<13} {thing.name}{reason}"
+    for item in resources.items:
+        size = gigabytes(item.size_bytes) if item.size_bytes else ""
+        reason = f"  ({item.kept_because})" if item.kept_because else ""
+        yield f"  {size:>9}  {item.kind:<13} {item.name}{reason}"
 
 
 def summarize(answer: Answer[HostStatus]) -> dict[str, Any]:

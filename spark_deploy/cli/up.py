@@ -163,6 +163,7 @@ def _print_answer(host: Target, options: Options) -> None:
 
 
 def _bootstrap(hosts: Sequence[Target], options: Options) -> int:
+    """Bootstrap hosts without SSH key or sudo rule; return the exit code."""
     access = check_access(hosts)
     if access.unreachable and len(access.unreachable) == len(hosts):
         raise SparkError(list(access.problems()))
@@ -193,6 +194,7 @@ class HostState:
 
 
 def read_state(host: Host, plan: HostPlan) -> HostState:
+    """Read a host's status, the states of planned jobs and the last rollout."""
     names = tuple(job.digest12 for job in _planned_jobs(plan))
     status = host.get_fact(Status)
     jobs = host.get_fact(JobStates, jobs=names, target=PREPARE.unit(plan.release.name))

@@ -22,8 +22,8 @@ _SAME_IN_REPLICAS = (
     "model", "replicas", "serve.names", "serve.port", "serve.api_key", "serve.keys",
     "serve.max_body_bytes",
 )  # fmt: skip
-_LIST_IN_GROUP = "list it in the same group of the inventory"
-_IN_GROUP_VARS = "set it once, in group_vars of their group"
+_LIST_IN_GROUP = "list the host in the same group of the inventory"
+_IN_GROUP_VARS = "set the value once, in group_vars of the group"
 
 
 def unknown_host_problems(hosts: Mapping[str, HostSettings]) -> Iterator[Problem]:

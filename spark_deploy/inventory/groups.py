@@ -214,6 +214,7 @@ def _is_bootstrap(arguments: Mapping[str, Any]) -> bool:
 def select_hosts(
     arguments: Mapping[str, Any], groups: Mapping[str, Sequence[str]], stem: str
 ) -> list[str]:
+    """Return the hosts that --limit and --exclude select, in inventory order."""
     names = list(dict.fromkeys(host for hosts in groups.values() for host in hosts))
 
     def matching(option: str) -> set[str]:

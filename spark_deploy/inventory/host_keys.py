@@ -154,13 +154,13 @@ def is_listed(key: HostKey, file: str) -> bool:
 
 
 def record_host_keys(keys: Sequence[HostKey]) -> None:
-    for new in keys:
-        if new.state != "new" or new.key is None:
+    for host_key in keys:
+        if host_key.state != "new" or host_key.key is None:
             continue
-        new.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        content = new.path.read_text() if new.path.exists() else ""
-        line = HostKeyEntry([new.entry_name], new.key).to_line() or ""
-        with new.path.open("a") as file:
+        host_key.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        content = host_key.path.read_text() if host_key.path.exists() else ""
+        line = HostKeyEntry([host_key.entry_name], host_key.key).to_line() or ""
+        with host_key.path.open("a") as file:
             file.write(("" if not content or content.endswith("\n") else "\n") + line)
     get_host_keys.cache.clear()  # pyinfra caches these files
 

@@ -119,6 +119,7 @@ class _JoinedStrings(NamedTuple):
 
 
 def _joined_strings(file: Path) -> Iterator[_JoinedStrings]:
+    """Yield adjacent string literals, which Python joins because a comma is missing."""
     adjacent: list[tokenize.TokenInfo] = []
     for token in _tokens(file):
         if token.type == tokenize.STRING and not token.string.lower().startswith(("f", "rf", "fr")):

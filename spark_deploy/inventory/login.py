@@ -108,6 +108,7 @@ def build_endpoint(host: str, data: Mapping[str, Any] | HostData) -> Endpoint:
 
 
 def try_key(endpoint: Endpoint) -> LoginResult:
+    """Try login with the key and sudo without a password."""
     if endpoint.is_local:
         command = ["sh", "-c", _TRY_SUDO]
         result = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, check=False)
@@ -221,6 +222,7 @@ def bootstrap_plan(host: Host) -> BootstrapPlan:
 
 
 def check_access(state: State, host: Host, endpoint: Endpoint) -> bool:
+    """Log and return whether login with the key and sudo without a password work."""
     result = try_key(endpoint)
     if result.ready:
         login = "" if endpoint.is_local else "login with the key works, and "

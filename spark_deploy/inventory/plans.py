@@ -101,6 +101,7 @@ class UnreadRepository(NamedTuple):
 def unverified_builds(
     settings: Settings, catalog: Catalog, lock: Lock
 ) -> Iterator[tuple[VerifiedNames, BuildPlan]]:
+    """Yield builds whose tensor names the lock file does not verify."""
     for served in settings.all_models:
         if served.checkpoint.source == "requantized":
             continue  # the host makes this base, so the builder verifies the names
@@ -276,6 +277,7 @@ def _run_inventory(path: Path) -> dict[str, Any]:
 
 
 def _add_settings_to_groups(groups: Mapping[str, Any], path: Path) -> dict[str, Group]:
+    """Give plain pyinfra groups settings, and keep groups that have settings."""
     groups_with_settings = {name: group for name, group in groups.items() if _has_settings(group)}
     known_hosts = {host for members, _ in groups_with_settings.values() for host, _ in members}
     plain_groups: dict[str, list[Any]] = {}

@@ -37,7 +37,7 @@ _FIXES = {
     errno.EROFS: "mount the filesystem writable",
     errno.EACCES: "run the command as root",
     errno.EPERM: "run the command as root",
-    errno.EIO: "check the disk: see the kernel log (`dmesg`)",
+    errno.EIO: "look for disk errors in the kernel log (`dmesg`)",
 }
 
 
@@ -219,7 +219,7 @@ def _parser() -> argparse.ArgumentParser:
     for command in (check, describe, inspect):
         command.add_argument("source", metavar="DIR|ORG/NAME[@REVISION]")
         command.add_argument(
-            builder_api.ENDPOINT, help="hub address (default: HF_ENDPOINT or public hub)"
+            builder_api.ENDPOINT, help="hub address (default: HF_ENDPOINT or the public hub)"
         )
         command.add_argument(builder_api.TOKEN_FILE, help="file with a hub token")
     inspect.add_argument(

@@ -207,6 +207,7 @@ def format_header(
 
 
 def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Return the size of a tensor; raise ValueError for overflows and partial bytes."""
     bits = DTYPE_BITS[dtype]
     count = 1
     for length in shape:

@@ -49,6 +49,7 @@ def from_bf16_bits(bits: Words) -> Floats:
 
 @cache
 def _e4m3_values() -> Floats:
+    """Return the values of all 256 codes."""
     codes = np.arange(256)
     exponent, mantissa = (codes >> 3) & 15, codes & 7
     values = np.where(

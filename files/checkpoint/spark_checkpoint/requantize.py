@@ -220,6 +220,7 @@ def _build_argv(plan: RequantizePlan, work: Path, container: str) -> Sequence[st
 def _wait_for_container(
     process: subprocess.Popen[bytes], work: Path, layers: int, progress: Progress
 ) -> None:
+    """Report finished blocks until the container exits; raise if it failed."""
     code, reported = None, -1
     while code is None:
         if (finished := _count_blocks(work)) != reported:

@@ -108,7 +108,7 @@ def check_files(directory: Path, receipt: receipts.Receipt) -> None:
         except OSError as error:
             raise ReceiptMismatchError(str(path), f"is missing ({error.strerror})", _FIX) from error
         if size != file.size_bytes:
-            problem = f"has {size} bytes, but {file.size_bytes} bytes in the receipt"
+            problem = f"has {size} bytes, but the receipt lists {file.size_bytes} bytes"
             raise ReceiptMismatchError(str(path), problem, _FIX)
     surplus = set(list_files(directory)) - {file.path for file in receipt.files}
     if surplus:
@@ -168,7 +168,7 @@ def _check_content(
     if file.sha256 is not None:
         sha256 = storage.hash_file(path, progress.add)
         if sha256 != file.sha256:
-            problem = f"has sha256 {sha256}, but {file.sha256} in the receipt"
+            problem = f"has sha256 {sha256}, but the receipt lists {file.sha256}"
     elif pieces is not None:
         begin = 0
         for piece in pieces:

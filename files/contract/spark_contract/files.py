@@ -18,6 +18,7 @@ def write_text(path: Path, text: str, mode: int = 0o644) -> None:
 
 
 def write_chunks(path: Path, pieces: Iterable[bytes], mode: int = 0o644) -> None:
+    """Write a file atomically and durably."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_stale(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")

@@ -121,6 +121,7 @@ class Progress:
 
 
 def parse_progress(line: str, total_bytes: int | None) -> Progress:
+    """Parse a progress line; ``total_bytes`` is used if the line has no total."""
     values = dict(field.split("=", 1) for field in line.split() if "=" in field)
     total = _parse_number(values.get("total"))
     return Progress(

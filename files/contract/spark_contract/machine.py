@@ -29,6 +29,7 @@ class BootSigns:
 
     @property
     def reboot_reason(self) -> str:
+        """Return why the machine needs a reboot, or ""."""
         has_both = self.module and self.libraries
         if self.has_version_mismatch or (has_both and self.module not in self.libraries):
             library = ", ".join(self.libraries) or "of another version"
@@ -112,6 +113,7 @@ class FreeBlocks:
 
 
 def parse_buddyinfo(text: str, page_bytes: int) -> FreeBlocks | None:
+    """Sum the free blocks of all zones by block size; return None for other text."""
     rows = re.findall(r"^Node +\d+, zone +\w+((?: +\d+)+)", text, re.M)
     columns = zip(*(row.split() for row in rows), strict=False)
     by_size = []

@@ -132,6 +132,7 @@ def find_unit_overrides(lines: Iterable[str], root: str = "") -> tuple[str, ...]
 
 
 def _is_override(directory: str, name: str, *, is_link: bool) -> bool:
+    """Return whether an entry of a unit directory changes our units and is unmanaged."""
     folder, _, drop_in = name.partition("/")
     if drop_in.endswith(".conf") or (is_link and _DROP_IN_DIR.match(folder)):
         if not _DROP_IN_DIR.match(folder):

@@ -144,6 +144,7 @@ class PullProgress:
         self._phase, self._phase_at = "pull", now
 
     def add_event(self, event: dict[str, Any], now: float) -> None:
+        """Record an event; a new status or enough bytes count as progress."""
         layer, status = str(event.get("id")), str(event.get("status"))
         with self._lock:
             if "progressDetail" in event:
@@ -174,6 +175,7 @@ class PullProgress:
         return not self._status or not _LOCAL.issuperset(self._status.values())
 
     def stall_message(self, now: float) -> str | None:
+        """Return a message if the pull has stalled, or None."""
         with self._lock:
             idle_s = now - self._progress_at
             if not self._is_downloading():
@@ -262,6 +264,7 @@ def _watched_connection(
 
 
 def _pull_events(connection: HTTPConnection, reference: str) -> Iterator[dict[str, Any]]:
+    """Request a pull from docker and yield its events."""
     name, _, digest = reference.partition("@")
     folder, slash, last = name.rpartition("/")
     last, _, tag = last.partition(":")

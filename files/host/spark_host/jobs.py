@@ -81,6 +81,7 @@ def has_valid_receipt(proof: ReceiptProof) -> bool:
 
 
 def run(digest12: str, paths: Paths) -> int:
+    """Run a job unless its result exists; write its status file."""
     job = load_job(digest12, paths)
     folder = paths.job(digest12)
     if is_done(job, paths):
@@ -247,6 +248,7 @@ def remove_unused_tokens(paths: Paths) -> None:
 
 
 def poll(digests: list[str], paths: Paths) -> list[JobState]:
+    """Return the states of jobs; a job that requires a failed job has failed, too."""
     fields = ("ActiveState", "Result", "ExecMainStatus", "Job", "InvocationID")
     loaded = systemd.show_loaded([units.JOB.unit("*")], fields)
     states = {

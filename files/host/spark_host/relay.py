@@ -132,10 +132,10 @@ class Relay:
                 await asyncio.sleep(_RETRY_INTERVAL_S)
         except FAILURES as error:
             log(f"{service.name}: {error}")
-            rest_s = self.limits.back_off_s * 2**service.failures
-            rest_s = min(rest_s, self.limits.longest_back_off_s)
+            pause_s = self.limits.back_off_s * 2**service.failures
+            pause_s = min(pause_s, self.limits.longest_back_off_s)
             service.failures += 1
-            service.blocked_until = time.monotonic() + rest_s
+            service.blocked_until = time.monotonic() + pause_s
         finally:
             service.loading_since = None
 

@@ -99,6 +99,7 @@ def check_finite_tensors(model: torch.nn.Module, skipped: tuple[str, ...] = ()) 
 
 
 def check_scale_sizes(model: torch.nn.Module) -> None:
+    """Raise ValueError for scales that differ too much within a tensor or between layers."""
     wrong = []
     medians_by_kind: dict[str, dict[str, float]] = defaultdict(dict)
     for name, tensor in model.named_parameters():

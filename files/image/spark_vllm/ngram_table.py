@@ -139,6 +139,7 @@ class Table:
             self._cached_ids[slots[missing]] = ids[missing]
 
     def _read_rows(self, ids: Ids) -> Rows:
+        """Return the rows of ids; verify each block before its first use."""
         blocks, offsets = np.divmod(ids, self.header.rows_per_block)
         blocks += 1
         numbers = np.unique(blocks)

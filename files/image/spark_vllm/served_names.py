@@ -40,6 +40,7 @@ class RequestDefaults:
 
 
 def add_defaults(body: bytes, defaults: Mapping[str, Mapping[str, Any]]) -> bytes:
+    """Add the defaults of the requested model name; values in the request win."""
     try:
         request = json.loads(body)
     except (ValueError, RecursionError):

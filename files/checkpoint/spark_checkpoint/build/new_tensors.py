@@ -85,6 +85,7 @@ def pack_weight(
     on_bytes: Callable[[int], None] = lambda count: None,
     workers: int = 1,
 ) -> Packed:
+    """Quantize a 16-bit weight in blocks of rows, and stage the packed tensors."""
     name, dtype, (outputs, inputs), span = weight
     qweight = stage.reserve(outputs * inputs * bits // 8)
     scales = np.empty((inputs // GROUP, outputs), "<u2")

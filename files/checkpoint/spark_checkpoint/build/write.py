@@ -157,7 +157,7 @@ class VerifiedSource:
             raise ValidationError(
                 str(self._path),
                 f"has sha256 {sha256} in bytes {self._piece_begin} to {self._position}, "
-                f"but sha256 {piece.sha256} in the receipt",
+                f"but the receipt lists {piece.sha256}",
                 "delete the source directory and download it again",
             )
         self._piece_begin, self._hasher = self._position, hashlib.sha256()

@@ -233,7 +233,7 @@ class _Download:
         is_resumed = _size_or_zero(part) > 0
 
         def restart(reason: str) -> ContentHash:
-            note(f"resume: {reason}; downloading the whole file")
+            note(f"downloading the whole file again: {reason}")
             self._discard(part)
             return self._continue_part(file, client, url, part)
 
@@ -325,7 +325,7 @@ def _read_manifests(client: HttpClient, base: str, digest: str) -> Iterator[tupl
     body = client.read_whole(url, _MANIFEST_LIMIT_BYTES)
     actual = f"sha256:{hashlib.sha256(body).hexdigest()}"
     if actual != digest:
-        raise ValidationError(url, f"has digest {actual}", "check for a proxy that changes data")
+        raise ValidationError(url, f"has digest {actual}", "check whether a proxy changes the data")
     yield digest, body
     manifest: Mapping[str, Any] = parse_object(body, digest, "check the registry")
     entries = manifest.get("manifests")

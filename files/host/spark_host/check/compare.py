@@ -104,13 +104,13 @@ def divergence(a: dict[str, float], b: dict[str, float]) -> float:
 
 def compare_answers(recorded: Answers, running: Answers) -> Comparison:
     by_prompt = {answer.prompt: answer for answer in running.answers}
-    pairs = [(a, by_prompt[a.prompt]) for a in recorded.answers if a.prompt in by_prompt]
+    pairs = [(old, by_prompt[old.prompt]) for old in recorded.answers if old.prompt in by_prompt]
     steps, different = [], []
-    for a, b in pairs:
-        compared = _comparable_steps(a, b)
-        steps += [(divergence(x.best, y.best), x.top == y.top, a.prompt) for x, y in compared]
-        if [step.token for step in a.steps] != [step.token for step in b.steps]:
-            different.append((a.prompt, a.text, b.text))
+    for old, new in pairs:
+        compared = _comparable_steps(old, new)
+        steps += [(divergence(a.best, b.best), a.top == b.top, old.prompt) for a, b in compared]
+        if [step.token for step in old.steps] != [step.token for step in new.steps]:
+            different.append((old.prompt, old.text, new.text))
     worst = max(steps, default=(0.0, True, ""))
     return Comparison(
         recorded.release,

@@ -90,7 +90,7 @@ def check(
             if findings[0].ok:
                 findings += _run_checks(probe, level, report)
     if guard is not None:
-        findings.insert(0, _judge_memory(guard, ready=findings[0].ok))
+        findings.insert(0, _memory_finding(guard, ready=findings[0].ok))
         report(_describe(findings[0]))
     after = invocation_id or systemd.read_invocation_id(release.serve_unit) or ""
     if after != before:
@@ -182,7 +182,7 @@ def _run_checks(probe: Probe, level: str, report: Report) -> list[Finding]:
     return findings
 
 
-def _judge_memory(guard: StartGuard, *, ready: bool) -> Finding:
+def _memory_finding(guard: StartGuard, *, ready: bool) -> Finding:
     if guard.kill_reason is not None:
         return Finding(MEMORY, False, guard.kill_reason, 0.0)
     failures, fatal = guard.read_driver_failures(ready=ready)
@@ -230,6 +230,7 @@ def _wait(
     report: Report,
     describe: Callable[[float], str],
 ) -> Finding:
+    """Poll until there is a verdict, and report progress."""
     began = reported = time.monotonic()
     while True:
         waited = time.monotonic() - began

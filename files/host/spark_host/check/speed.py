@@ -119,6 +119,7 @@ _COMPARISON_KEYS = ("before", "changed", "worse", "revert")
 def add_comparison(
     release: Release, now: dict[str, Any], before: dict[str, Any] | None
 ) -> dict[str, Any]:
+    """Add changed versions, slowdowns and hints to revert them to a measurement."""
     if before is None or release.check.bench is None:
         return {**now, "before": None, "changed": [], "worse": [], "revert": []}
     changed = versions.describe_changes(before["versions"], now["versions"])

@@ -170,6 +170,7 @@ def _size_bytes(name: str) -> int:
 
 
 def changed_host_settings(footprint: Footprint, before: Baseline | None) -> Iterator[ManagedItem]:
+    """Yield host settings and accounts that differ from the baseline."""
     unknown = "" if before else "the earlier state is unknown"
     was_masked = before.masked if before else ()
     for unit in masked_units(footprint.masked):
@@ -188,6 +189,7 @@ def changed_host_settings(footprint: Footprint, before: Baseline | None) -> Iter
 
 
 def package_leftovers(before: Baseline | None, paths: Paths) -> Iterator[ManagedItem]:
+    """Yield folders and groups that removed packages left behind."""
     if before is None:
         return
     present = installed_packages()
@@ -228,6 +230,7 @@ def changed_shared_files(
 def restore_shared_file(
     path: str, footprint: Footprint, before: Baseline | None, paths: Paths
 ) -> None:
+    """Restore a file's original content, but keep unrelated changes in daemon.json."""
     restored, target = _original_text(path, footprint, before, paths), paths.below(path)
     if path == footprint.daemon_json:
         remaining = _without_our_keys(_read(target) or "", restored, footprint)

@@ -29,6 +29,7 @@ _UP = ("active", "activating", "reloading", "deactivating")
 
 
 def plan_prune(keep: KeepList, paths: Paths) -> Pruning:
+    """Return removable items, and kept releases with reasons."""
     if not docker.is_up():
         raise HostToolError("docker", "does not respond", "run `systemctl status docker`")
     jobs = resources.known_jobs(paths)
@@ -66,6 +67,7 @@ def plan_prune(keep: KeepList, paths: Paths) -> Pruning:
 
 
 def _kept_releases(keep: KeepList, paths: Paths) -> dict[str, str]:
+    """Map each release to keep to the reason."""
     all_names, host = release_names(paths), Host(paths)
     templates = (units.SERVE, units.SWITCH)
     states = systemd.show([t.unit(name) for t in templates for name in all_names], ["ActiveState"])
@@ -92,6 +94,7 @@ def _kept_releases(keep: KeepList, paths: Paths) -> dict[str, str]:
 
 
 def _busy_jobs(jobs: dict[str, Job], paths: Paths) -> set[str]:
+    """Return jobs that run, wait or start at the next boot."""
     states = systemd.show([job.unit for job in jobs.values()], ["ActiveState", "Job"])
     busy = {
         name
@@ -107,6 +110,7 @@ def _busy_jobs(jobs: dict[str, Job], paths: Paths) -> set[str]:
 def _needed_folders(
     keep: KeepList, kept: Iterable[str], busy: set[str], jobs: dict[str, Job], paths: Paths
 ) -> set[Path]:
+    """Return folders that the plan, kept releases or busy jobs use."""
     needed = {paths.below(path) for path in keep.folders}
     for release in (load_release(name, paths) for name in kept):
         needed.add(paths.below(release.tree.path))
@@ -125,6 +129,7 @@ def _needed_folders(
 def _split_images(
     keep: KeepList, kept: Iterable[str], busy: set[str], jobs: dict[str, Job], paths: Paths
 ) -> tuple[list[Image], list[Image]]:
+    """Return removable images, then needed images."""
     needed = set(keep.images) | resources.image_references_in_use()
     needed |= {load_release(name, paths).image.tag for name in kept}
     needed |= {image for name in busy if (image := resources.job_image(jobs[name]))}

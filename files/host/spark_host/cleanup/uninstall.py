@@ -83,30 +83,31 @@ def uninstall(text: str, paths: Paths) -> UninstallManifest:
 
 
 def read_manifest(footprint: Footprint, paths: Paths) -> UninstallManifest:
+    """Return all resources that we created, with reasons to keep some."""
     before = baseline.read_baseline(paths)
     deployed = paths.state.exists() or paths.tools.exists() or paths.releases.exists()
     unmanaged = _unmanaged_containers()
-    things = [*_running_and_enabled_items(paths), *_data_items(footprint, paths)]
-    things += _image_items(before, unmanaged, paths)
+    items = [*_running_and_enabled_items(paths), *_data_items(footprint, paths)]
+    items += _image_items(before, unmanaged, paths)
     packages: list[ManagedItem] = []
     if deployed:
         packages = baseline.package_items(footprint, before, unmanaged.keep_reasons(footprint))
     keep_docker = _keep_docker(packages, footprint, unmanaged.with_gpu)
-    things += [*_units_and_configuration(paths), *_file_items(footprint, keep_docker, paths)]
+    items += [*_units_and_configuration(paths), *_file_items(footprint, keep_docker, paths)]
     if deployed:
-        things += baseline.changed_shared_files(footprint, before, keep_docker, paths)
-        things += [*baseline.changed_host_settings(footprint, before), *packages]
-    things += [*baseline.package_leftovers(before, paths), *_tools_and_records(paths)]
-    if things:
+        items += baseline.changed_shared_files(footprint, before, keep_docker, paths)
+        items += [*baseline.changed_host_settings(footprint, before), *packages]
+    items += [*baseline.package_leftovers(before, paths), *_tools_and_records(paths)]
+    if items:
         reason = "this project needs it to log in"
         access = (path for path in footprint.access_files if paths.below(path).exists())
-        things += [ManagedItem("access", path, 0, reason) for path in access]
-    things += _empty_folders(footprint, before, paths) if deployed else []
+        items += [ManagedItem("access", path, 0, reason) for path in access]
+    items += _empty_folders(footprint, before, paths) if deployed else []
     if (paths.state / baseline.RECORD_NAME).exists():
-        needed = any(thing.kept_because and thing.kind in _NEEDS_BASELINE for thing in things)
+        needed = any(item.kept_because and item.kind in _NEEDS_BASELINE for item in items)
         reason = "a later uninstall of the kept resources needs it" if needed else ""
-        things.append(ManagedItem(_BASELINE, str(paths.state / baseline.RECORD_NAME), 0, reason))
-    return UninstallManifest(before.at if before else None, tuple(things))
+        items.append(ManagedItem(_BASELINE, str(paths.state / baseline.RECORD_NAME), 0, reason))
+    return UninstallManifest(before.at if before else None, tuple(items))
 
 
 def _unmanaged_containers() -> UnmanagedContainers:
@@ -264,22 +265,23 @@ def _empty_folders(
 
 
 def remove(footprint: Footprint, paths: Paths) -> UninstallManifest:
+    """Remove resources in rounds, because a removal can reveal more to remove."""
     removed: dict[tuple[str, str], ManagedItem] = {}
     problems: list[str] = []
     for _ in range(_ROUNDS):
         current = read_manifest(footprint, paths)
-        removable = [thing for thing in current.items if not thing.kept_because]
-        removable = [thing for thing in removable if thing.kind != _BASELINE] or removable
+        removable = [item for item in current.items if not item.kept_because]
+        removable = [item for item in removable if item.kind != _BASELINE] or removable
         if not removable:
             break
         problems = _remove_round(removable, footprint, paths)
-        removed = {(thing.kind, thing.name): thing for thing in removable} | removed
+        removed = {(item.kind, item.name): item for item in removable} | removed
         if problems:
             break
     return replace(current, items=tuple(removed.values()), problems=tuple(problems))
 
 
-def _remove_round(things: list[ManagedItem], footprint: Footprint, paths: Paths) -> list[str]:
+def _remove_round(items: list[ManagedItem], footprint: Footprint, paths: Paths) -> list[str]:
     """Remove items in the order of the manifest; stop at the first failure."""
     before = baseline.read_baseline(paths)
     remove_all: dict[str, Callable[[list[str]], str]] = {
@@ -300,8 +302,8 @@ def _remove_round(things: list[ManagedItem], footprint: Footprint, paths: Paths)
         "directory": _remove_empty_folder,
         _BASELINE: _remove_baseline,
     }
-    for kind in dict.fromkeys(thing.kind for thing in things):
-        names = [thing.name for thing in things if thing.kind == kind]
+    for kind in dict.fromkeys(item.kind for item in items):
+        names = [item.name for item in items if item.kind == kind]
         if kind in remove_all:
             if problem := remove_all[kind](names):
                 return [problem]

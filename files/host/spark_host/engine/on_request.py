@@ -199,8 +199,8 @@ class Switch:
                 log(f"starting {release.name} again")
                 boot.allow_start(release.service, self.host)
                 _start(release, self.host)
-        except FAILURES as second:
-            record_event(failed, "on-request", f"not restored: {second}", self.host.paths)
+        except FAILURES as restore_error:
+            record_event(failed, "on-request", f"not restored: {restore_error}", self.host.paths)
 
     def note_use(self, service: str) -> None:
         """Record whether the engine has worked since the last call."""

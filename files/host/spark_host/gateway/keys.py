@@ -82,6 +82,7 @@ def _users_by_limit(keys: dict[str, NamedKey], field: str) -> Iterator[tuple[int
 
 
 def read_usage(service: str, paths: Paths) -> Usage:
+    """Return totals per key, including requests that are still only in the log."""
     path = paths.usage(service)
     usage = read_document(Usage, path) or Usage({}, 0)
     if not _usage_log(path).exists():

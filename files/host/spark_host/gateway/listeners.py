@@ -64,6 +64,7 @@ def planned_listeners(settings: Gateway) -> Listeners:
 
 
 def listening_addresses(pid: int, port: int) -> frozenset[str]:
+    """Return addresses on which a process listens at a port."""
     files = set()
     for entry in os.scandir(f"/proc/{pid}/fd"):
         with suppress(FileNotFoundError):

@@ -127,9 +127,10 @@ def _render_choice_by_name(route: Route) -> tuple[str, ...]:
 
 
 def _render_forward(route: Route, service: str, settings: Gateway, paths: Paths) -> tuple[str, ...]:
+    """Return directives that send a request to the engine, or to the relay while it is stopped."""
     upstream, path = _upstream_name(service, settings), f"{route.upstream_path}$is_args$args"
-    starts = route.takes_name or route.path.startswith(release.MODELS)
-    if service in (settings.on_request or {}) and starts:
+    can_start = route.takes_name or route.path.startswith(release.MODELS)
+    if service in (settings.on_request or {}) and can_start:
         return (
             f"set $spark_engine {upstream};",
             f"if (!-f {paths.traffic(service)}) {{ set $spark_engine waiting-{service}; }}",

@@ -38,6 +38,7 @@ def read_known_good(service: str, host: Host) -> KnownGoodReleases:
 
 
 def record_known_good(release: Release, host: Host) -> None:
+    """Record a proven release as known-good; keep earlier releases as rollback targets."""
     before = read_known_good(release.service, host)
     previous = tuple(name for name in dict.fromkeys(before.names) if name != release.name)[
         :_MAX_PREVIOUS
@@ -52,6 +53,7 @@ def record_known_good(release: Release, host: Host) -> None:
 
 
 def withdraw_known_good(release: Release, host: Host) -> None:
+    """Make the previous known-good release the last again."""
     record = read_known_good(release.service, host)
     if record.release == release.name:
         before, *previous = record.previous or (None,)
@@ -181,6 +183,7 @@ def stop_service(service: str, by: str, host: Host, for_s: float | None = None) 
 
 
 def start_when_due(service: str, host: Host) -> int:
+    """Start the service if its timed stop is over."""
     marker = host.disk.read(Stopped, host.paths.stopped(service))
     if marker is None or marker.until is None:
         _cancel_scheduled_start(service, host)
@@ -213,6 +216,7 @@ def retire_service(service: str, host: Host) -> int:
 
 
 def start_service(service: str, host: Host) -> int:
+    """Start the last known-good release and remove the stop marker."""
     marker = host.disk.read(Stopped, host.paths.stopped(service))
     name = read_known_good(service, host).release or (marker.release if marker else None)
     host.disk.remove(host.paths.stopped(service))

@@ -70,6 +70,7 @@ def describe_changes(before: dict[str, str], now: dict[str, str]) -> list[str]:
 
 
 def read_packages() -> dict[str, str]:
+    """Return ``package=version`` of the installed package of each program."""
     installed = {}
     for part, program in _PROGRAMS.items():
         path = shutil.which(program)
@@ -102,6 +103,7 @@ def _read_text(path: Path) -> str:
 
 
 def revert_hints(service: str, before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Return commands that restore the earlier release and versions."""
     old, new = before["versions"], now["versions"]
     differ = {
         part

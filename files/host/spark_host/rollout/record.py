@@ -74,6 +74,7 @@ class Record:
 
 
 def begin(name: str, host: Host) -> StartedRollout:
+    """Start a rollout, or join a running rollout to the same release."""
     host.disk.load_release(name, host.paths)
     unit = SWITCH.unit(name)
     if _is_running(host.units.state(unit, *_UNIT_FIELDS)):

@@ -123,6 +123,7 @@ def roll_back(release: Release, old: Release | None, host: Host, record: Record)
 
 
 def _withdraw(release: Release, host: Host, record: Record) -> None:
+    """Undo the records that a failed rollout wrote."""
     phases, undo = (*record.data.times_s, record.data.failed_phase), []
     if "start" in phases:
         undo.append(partial(boot.invalidate_proof, release, host))
@@ -137,6 +138,7 @@ def _withdraw(release: Release, host: Host, record: Record) -> None:
 
 
 def _restore(old: Release, host: Host, record: Record) -> str | None:
+    """Start, check and open the old release; return the error, or None."""
     try:
         if not host.units.is_active(old.serve_unit):
             steps.start(old, host, record)
@@ -256,6 +258,7 @@ def _describe(name: str | None, host: Host) -> NamedRelease | None:
 
 
 def _find_target(service: str, name: str | None, host: Host) -> str:
+    """Return the name of the release to roll back to."""
     if boot.is_stopped(service, host):
         fix = f"run `spark-deploy start`, or on the host `spark-host start-service {service}`"
         raise HostToolError(service, "was stopped on purpose", fix)

@@ -110,6 +110,7 @@ def replace_running(release: Release, old: Release | None, host: Host, record: R
 
 
 def activate(release: Release, host: Host, record: Record) -> None:
+    """Open traffic, enable the release at boot and measure its speed."""
     worker = cluster.is_worker(release, host.paths)
     with record.phase("open"):
         open_traffic(release, host)
@@ -153,6 +154,7 @@ def open_traffic(release: Release, host: Host) -> None:
 
 
 def drain(old: Release, host: Host, record: Record) -> None:
+    """Wait until in-flight requests have finished, at most the release's ``drain_s``."""
     deadline = host.clock.monotonic() + old.timeouts.drain_s
     if cluster.is_worker(old, host.paths):
         # A worker must not stop before the head, which needs it for in-flight requests. The head is

@@ -23,6 +23,7 @@ _WAIT = ("-w", "5")  # seconds to wait for other programs that change rules
 
 
 def rank(release: Release, paths: Paths) -> int:
+    """Return this host's rank in the cluster, or 0 without a cluster."""
     if release.cluster is None:
         return 0
     addresses = set(_LOCAL.findall(paths.below("/proc/net/fib_trie").read_text()))
@@ -61,6 +62,7 @@ def describe_missing(release: Release, paths: Paths) -> str:
 
 
 def _connected_addresses(port: int, paths: Paths) -> set[str]:
+    """Return remote addresses of connections that use the port on either side."""
     addresses = set()
     for name in ("tcp", "tcp6"):
         table = paths.below(f"/proc/net/{name}")

@@ -140,6 +140,7 @@ def _reset_ports(record: status.FabricRecord) -> None:
 
 
 def _restore_others(record: status.FabricRecord) -> None:
+    """Restore addresses and routes of other interfaces that netplan removed."""
     deadline = time.monotonic() + _REGAIN_TIMEOUT_S
     time.sleep(_POLL_INTERVAL_S)  # the network manager continues after `netplan apply`
     while _lost_addresses(record, now := _addresses()) and time.monotonic() < deadline:
@@ -160,6 +161,7 @@ def _restore_others(record: status.FabricRecord) -> None:
 def _lost_addresses(
     record: status.FabricRecord, now: Mapping[str, Sequence[str]]
 ) -> list[tuple[str, str]]:
+    """Return (interface, address) pairs for interfaces that lost all addresses of an IP version."""
     managed = {port.address for port in record.ports}
     return [
         (name, address)
@@ -375,6 +377,7 @@ def _connection_error(request: SpeedRequest, reason: str) -> HostToolError:
 
 
 def _send_zeros(stream: socket.socket, max_bytes: int, deadline: float) -> int:
+    """Send zeros until a limit is reached; return the acknowledged bytes."""
     chunk, sent_bytes = memoryview(bytes(_CHUNK_BYTES)), 0
     stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER)
     with stream, contextlib.suppress(OSError):

@@ -56,9 +56,11 @@ class GpuAlarms:
     weak: bool = False
 
     def events(self, reading: Reading | None) -> list[tuple[str, str]]:
-        return [] if reading is None else [*self._heat(reading), *self._power(reading)]
+        return (
+            [] if reading is None else [*self._heat_events(reading), *self._power_events(reading)]
+        )
 
-    def _heat(self, reading: Reading) -> list[tuple[str, str]]:
+    def _heat_events(self, reading: Reading) -> list[tuple[str, str]]:
         limit, celsius = self.plan.hot_celsius, reading.celsius
         if celsius is None or limit is None:
             return []
@@ -75,7 +77,7 @@ class GpuAlarms:
             return [(release.COOLED, f"the GPU has cooled to {celsius:.0f} °C")]
         return []
 
-    def _power(self, reading: Reading) -> list[tuple[str, str]]:
+    def _power_events(self, reading: Reading) -> list[tuple[str, str]]:
         clock, power, busy = reading.clock_mhz, reading.power_w, reading.busy_percent
         if clock is None or power is None or busy is None:
             return []

@@ -60,7 +60,7 @@ def main() -> int:
         print(f"error: {problem}")
     if problems:
         print(
-            f"fix: choose a supported base image; vLLM {engine} fails {len(problems)} plugin checks"
+            f"vLLM {engine} fails {len(problems)} plugin checks; fix: choose a supported base image"
         )
         return 1
     print(f"spark_vllm {__version__}: vLLM {engine} is compatible ({len(rows)} checks)")

@@ -27,6 +27,7 @@ class Usage(NamedTuple):
 
 
 def compile_kernels() -> tuple[list[str], list[str]]:
+    """Compile all kernels; return errors and notes."""
     with tempfile.TemporaryDirectory() as scratch:
         os.environ["TRITON_CACHE_DIR"] = scratch  # keep the cache out of the image
         try:

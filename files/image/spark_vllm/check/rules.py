@@ -69,6 +69,7 @@ def _statements(body: list[ast.stmt]) -> list[ast.stmt]:
 
 
 def bound_names(node: ast.stmt) -> set[str]:
+    """Return the names that a statement defines."""
     if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         return {node.name}
     if isinstance(node, ast.Import | ast.ImportFrom):
@@ -242,6 +243,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_rows(path: Path) -> tuple[Row, ...]:
+    """Read a table of requirements; name the row in errors."""
     where = str(path)
     try:
         match yaml.load(path.read_text(), _Loader):
