@@ -1,4 +1,4 @@
-"""Prepare hosts without a model or service, to check them before a long download."""
+"""Prepare hosts without a model or service, to check the hosts before a long download."""
 
 from pyinfra import host, state
 

@@ -1,4 +1,4 @@
-"""Remove checkpoints and images that no kept release needs; `--dry` lists them with sizes."""
+"""Remove checkpoints and images that releases no longer need; `--dry` lists items and sizes."""
 
 from pyinfra import host, state
 

@@ -1,6 +1,6 @@
 """Replace API keys that were generated on hosts; in-flight requests continue.
 
-To replace a key from the controller, change it where ``serve.api_key`` reads it, and run
+To replace a key of the controller, change the value that ``serve.api_key`` reads, and run
 ``deploy.py``.
 """
 

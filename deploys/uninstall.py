@@ -1,4 +1,4 @@
-"""Remove this project from hosts; `--dry` lists what is removed and what is kept.
+"""Remove this project from hosts; `--dry` lists removed and kept resources.
 
 `--data uninstall.models=true` also removes models; `--data uninstall.engine=true` also removes
 Docker and CUDA if a deploy installed them. Unmanaged files and packages stay.

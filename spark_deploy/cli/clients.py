@@ -1,4 +1,4 @@
-"""What a client needs to connect to a server, and its setup for each kind of client."""
+"""The values that clients need to connect to a server, and setups for kinds of clients."""
 
 import json
 import shlex

@@ -128,7 +128,7 @@ def share(options: Options, choice: str, out: str | None, unasked: bool) -> int:
 
 
 def _parse_choice(choice: str, host: Target) -> tuple[str, str]:
-    """Return model and profile; the default profile is the one that the host serves."""
+    """Return model and profile, by default the profile with which the host serves the model."""
     model, _, profile = choice.partition("/")
     settings = host.settings
     for served in settings.all_models:

@@ -226,7 +226,7 @@ def _rollout(host_status: HostStatus, service: str) -> dict[str, Any] | None:
 
 
 def _release_name(host_status: HostStatus, name: str | None, plan: HostPlan | None) -> str | None:
-    """Return the release name, with model and profile if the plan or the host has them."""
+    """Return the release name, with model and profile if the plan or the host has the release."""
     release = plan if plan and plan.release.name == name else host_status.release(name)
     return f"{release.model} with {release.profile}, {name}" if release else name
 

@@ -242,6 +242,7 @@ def _once_per_command(name: str, make: Callable[[], T]) -> T:
 
 
 def vars_root(file: str) -> Path:
+    """Return the folder of an inventory file's settings: its own folder or the parent."""
     folder = Path(file).resolve().parent
     for candidate in (folder, folder.parent):
         names = ("group_vars", "host_vars", "catalog", HOSTS_FILE)
@@ -266,7 +267,7 @@ def _connection_data(
         "ssh_port": ssh.port,
         "ssh_key": ssh.key_file,
         "ssh_known_hosts_file": ssh.known_hosts_file,
-        # Only deploys/bootstrap.py records host keys, after showing them.
+        # Only deploys/bootstrap.py records host keys, and shows the keys first.
         "ssh_strict_host_key_checking": "yes",
         "ssh_paramiko_connect_kwargs": {"transport_factory": open_transport},
     }

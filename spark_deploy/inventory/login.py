@@ -129,7 +129,7 @@ def try_key(endpoint: Endpoint) -> LoginResult:
 
 
 def accepts_password(endpoint: Endpoint, password: str) -> bool:
-    """Return False if the host rejects the password, True if it accepts it or does not respond."""
+    """Return whether the host accepts the password, or does not respond."""
     client = SSHClient()
     arguments = {"password": Password(password), "allow_agent": False, "look_for_keys": False}
     try:

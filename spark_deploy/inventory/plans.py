@@ -65,7 +65,7 @@ def waves_for(state: State) -> tuple[Wave, ...]:
 
 
 def plan_for(host: Host) -> HostPlan:
-    """Return a host's plan; lock new names and log them."""
+    """Return a host's plan; lock and log new names."""
     context = context_of(host)
     loaded, catalog = context.loaded, context.catalog
     with _hub_queries:
@@ -254,7 +254,7 @@ def _parse_host_names(inventory: str) -> list[str]:
 
 
 def _run_inventory(path: Path) -> dict[str, Any]:
-    """Run an inventory file; return its groups: host lists, or tuples of host list and data."""
+    """Run an inventory file; return its groups, which are host lists or (host list, data)."""
     try:
         names = runpy.run_path(str(path))
     except SettingsError:

@@ -286,9 +286,9 @@ class Comparison:
 
 
 def check_outliers(deviations: Mapping[str, Deviation]) -> None:
-    """Raise ValidationError if only a few modules have elements beyond rounding: they are damaged.
+    """Raise ValidationError if a few modules have elements beyond rounding, because of damage.
 
-    A donor made from slightly different weights has such elements in nearly every module.
+    If a donor is made from slightly different weights, nearly every module has such elements.
     """
     damaged = {
         module: deviation.beyond_rounding

@@ -49,7 +49,7 @@ class Progress:
         self.print_line()
 
     def add(self, count_bytes: int) -> None:
-        """Count transferred bytes; a negative count means that they must be transferred again."""
+        """Count transferred bytes; a negative count means bytes to transfer again."""
         with self._lock:
             self._done_bytes += count_bytes
 

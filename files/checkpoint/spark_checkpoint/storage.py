@@ -250,7 +250,7 @@ def describe_free_space(path: Path) -> str:
 
 @contextmanager
 def lock_directory(directory: Path) -> Iterator[None]:
-    """Create and lock a directory. Without read access (mode 0711) other users cannot lock it."""
+    """Create and lock a directory, whose mode 0711 prevents locks by other users."""
     directory.mkdir(mode=0o711, parents=True, exist_ok=True)
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -290,7 +290,7 @@ def clear(directory: Path, keep: frozenset[str] = frozenset()) -> None:
 def find_candidates(
     files: Iterable[FetchFile], look_in: Iterable[str]
 ) -> dict[int, dict[Path, set[str]]]:
-    """Map sizes to local files, and each file to its names, including links to it."""
+    """Map sizes to local files, and each file to its names, including the names of links."""
     by_size: dict[int, dict[Path, set[str]]] = {file.size_bytes: {} for file in files}
     targets: dict[tuple[int, int], Path] = {}
     roots = (Path(root) for pattern in look_in for root in sorted(glob.glob(pattern)))

@@ -230,7 +230,8 @@ def hash_base(
 ) -> dict[str, FileHashes]:
     """Return the hashes of each base file, with pieces for ``rewritten`` files.
 
-    For a pinned revision, they come from the receipt, except for changed files and missing pieces.
+    For a pinned revision, the hashes come from the receipt, except for changed files and missing
+    pieces.
     """
     directory = plan.base_dir
     if plan.base.revision is None:

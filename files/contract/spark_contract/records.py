@@ -32,7 +32,7 @@ class FullCheck:
 class StartMemory:
     lowest_bytes: int
     after_s: float  # since the container started
-    floor_bytes: int  # the watchdog stops the engine below it
+    floor_bytes: int  # the watchdog stops the engine below this value
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class CompileCache:
 
     driver: str
     copied_from: str | None  # release, or None if the cache started empty
-    invocation_id: str  # run of the unit that used it
+    invocation_id: str  # run of the unit that used the cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,9 @@ class Stopped:
     at: str
     by: str | None = field(default=None, metadata=OPTIONAL)
     until: str | None = field(default=None, metadata=OPTIONAL)  # None means until a manual start
-    on_request: bool = field(default=False, metadata=OPTIONAL)  # the next request starts it
+    on_request: bool = field(
+        default=False, metadata=OPTIONAL
+    )  # the next request starts the service
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ class Engine:
 class Memory:
     needed_bytes: int
     wait_s: float
-    floor_bytes: int  # the watchdog stops an engine below it
+    floor_bytes: int  # the watchdog stops the engine below this value
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,7 +127,7 @@ def run(digest12: str, paths: Paths) -> int:
 def _rename_incomplete(job: Job) -> Path | None:
     """Rename an incomplete checkpoint and return the new path.
 
-    The fetcher reuses its intact files until the job has succeeded.
+    The fetcher reuses intact files from this path until the job has succeeded.
     """
     if not isinstance(job.proof, ReceiptProof):
         return None
@@ -180,7 +180,7 @@ def _execute(job: Job, folder: Path) -> tuple[int, list[str]]:
 def _lines_until_stall(child: subprocess.Popen[str]) -> Iterator[str]:
     """Yield output lines until all writers have closed the pipe; raise TimeoutError after a stall.
 
-    A thread reads them, because processes that the child started can keep the pipe open.
+    A thread reads the lines, because processes that the child started can keep the pipe open.
     """
     lines: queue.Queue[str | None] = queue.Queue(_TAIL_LINES)
 
@@ -214,7 +214,7 @@ def _end_process_group(child: subprocess.Popen[str]) -> None:
 
 
 def remove_tokens(digest12: str, paths: Paths, *, success: bool) -> None:
-    """Remove the hub token of a finished job; after a failure, also those of dependent jobs."""
+    """Remove a finished job's hub token; after a failure, also the tokens of dependent jobs."""
     if systemd.is_stopping():
         return  # the next boot continues the job
     for path in _token_files(digest12, paths):

@@ -95,7 +95,7 @@ def _checksum(block: bytes | bytearray, number: int) -> bytes:
 class Table:
     """Reads rows; keeps ``cache_bytes`` of them in memory.
 
-    It raises an error if a row cannot be read or verified, and never replaces rows with zeros.
+    A row that cannot be read or verified raises an error; rows are never replaced with zeros.
     """
 
     def __init__(self, path: Path, cache_bytes: int, read: Reader = os.preadv) -> None:

@@ -111,8 +111,8 @@ class SparkTurboQuantImpl(TurboQuantAttentionImpl):
 def expand_to_tokens(metadata: TurboQuantMetadata, tokens: int) -> TurboQuantMetadata:
     """Return metadata with a row per token: sequence length and blocks of the request.
 
-    It is computed on the device with fixed shapes, so it is safe in a CUDA graph and independent of
-    CPU lengths.
+    The metadata is computed on the device with fixed shapes, so it is safe in a CUDA graph and
+    independent of CPU lengths.
     """
     ends = metadata.query_start_loc[1:]
     token = torch.arange(tokens, device=ends.device, dtype=ends.dtype)

@@ -99,7 +99,7 @@ class _Build:
     def copy(
         self, transfer: TransferOptions, files_url: str, receipt: receipts.CheckpointReceipt
     ) -> None:
-        """Write the result with a peer's new tensors; its files must match the peer's receipt."""
+        """Write the result with a peer's new tensors; all files must match the peer's receipt."""
         plan = self.plan
         config = read_config(plan.base_dir)
         layouts.check_config(config, str(plan.base_dir / CONFIG_NAME), plan.head)
@@ -338,7 +338,7 @@ def _check_locked_tensors(
     changes: Changes,
     receipt_sha256: str | None,
 ) -> None:
-    """Compare the FP8 tensors with the hash in the receipt, unless it also covers MTP tensors."""
+    """Compare the FP8 tensors with the receipt's hash, unless the hash also covers MTP tensors."""
     if plan.shared_experts != "fp8-donor" or sources.mtp_missing:
         return
     new = [

@@ -230,7 +230,7 @@ class TensorMaker:
         return scales
 
     def _compare(self, module: str) -> Deviation:
-        """Return a donor weight's deviation; raise ValidationError if it is too large."""
+        """Return the deviation of a donor weight; raise ValidationError for large deviations."""
         name = module + WEIGHT
         comparison = Comparison(self._donor_scales(name), self.block)
         codes = split_span(self.spans[name], self.donor[name].shape[1] * self.block[0])

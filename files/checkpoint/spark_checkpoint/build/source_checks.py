@@ -84,7 +84,7 @@ class Sources(NamedTuple):
 
 
 def check_sources(plan: BuildPlan, base: Checkpoint, config: Mapping[str, Any]) -> Sources:
-    """Return base and donor; raise ValidationError if the plan cannot be built from them."""
+    """Return base and donor; raise ValidationError if they do not match the plan."""
     modules = swapped_modules(plan)
     mtp_missing = check_base_names(plan, base, modules)
     _check_counts(base, config)
@@ -334,7 +334,7 @@ def _match_donor(checkpoint: InspectedCheckpoint, plan: BuildPlan) -> str:
 def match_plan_names(checkpoint: InspectedCheckpoint, plan: BuildPlan) -> str:
     """Return a text that states whether a checkpoint is the base or the result of a plan.
 
-    Raise ValidationError if it is neither.
+    Raise ValidationError for any other checkpoint.
     """
     if checkpoint.index:
         # Shards of an overlay still have the replaced tensors, but an engine loads only the index.

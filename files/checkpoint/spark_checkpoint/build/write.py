@@ -221,7 +221,7 @@ def rewrite_shard(
 ) -> Written:
     """Write a shard, and verify the file ``base`` in the same pass.
 
-    If the spans of ``base`` are not in file order, it is verified in a second pass.
+    If the spans of ``base`` are not in file order, a second pass verifies the file.
     """
     spans = join_spans(tensor.span for tensor in tensors)
     offsets = [span.offset for span in spans if span.path == base]

@@ -250,7 +250,7 @@ def check_health(probe: Probe) -> str:
 @dataclass(frozen=True, slots=True)
 class Check:
     name: str
-    level: str  # the lowest level that includes it
+    level: str  # the lowest level that includes the check
     severity: Severity
     run: Callable[[Probe], str]
     applies: Callable[[CheckPlan], object] = lambda _: True

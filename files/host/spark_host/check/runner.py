@@ -133,7 +133,7 @@ def _check_worker(membership: "Membership", level: str, report: Report) -> list[
 
 
 def write_proof(result: Proof, host: Host, report: Report) -> None:
-    """Write the proof; on a full disk, only report the error and remove the proof if it failed."""
+    """Write the proof; on a full disk, report the error and remove the proof of a failed check."""
     try:
         boot.write_proof(result, host)
     except OSError as error:

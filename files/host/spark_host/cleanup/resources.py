@@ -60,7 +60,7 @@ def result_folder(job: Job, paths: Paths) -> Path | None:
 def managed_folders(
     parents: Iterable[tuple[str, Path]], jobs_by_digest: dict[str, Job], paths: Paths
 ) -> tuple[list[Folder], list[Path]]:
-    """Return the folders in ``parents`` (kind, path) that we created, and all other entries.
+    """Return the managed folders in ``parents`` (kind, path), and all other entries.
 
     Managed folders have a digest in the name, and a receipt or a job; compile caches need only the
     name. Symlinks are never managed, because they may lead anywhere.
@@ -137,7 +137,7 @@ def _files_below(directory: Path) -> Iterator[os.stat_result]:
 def managed_images(jobs_by_digest: dict[str, Job], paths: Paths) -> list[Image]:
     """Return the images that we created, with the fewest layers first.
 
-    They have our label, or one of our jobs pulled them and they have no tag.
+    These are images with our label, and untagged images that one of our jobs pulled.
     """
     pulled = {
         image

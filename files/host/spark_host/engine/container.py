@@ -75,7 +75,7 @@ def _environment_line(name: str, value: str) -> str:
 def refresh_cdi(report: Report, paths: Paths) -> None:
     """Regenerate CDI specifications after a driver update.
 
-    They list files of one driver version, so containers would not start with another.
+    A specification lists files of one driver version, so containers fail with another version.
     """
     suffixes = (".yaml", ".json")
     specs = [path for path in (paths.root / "etc/cdi").glob("*") if path.suffix in suffixes]

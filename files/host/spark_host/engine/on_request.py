@@ -60,8 +60,8 @@ def count_unfinished(release: Release, paths: Paths) -> float:
 def releases_to_stop(release: Release, host: Host, available_bytes: float) -> list[Release]:
     """Return the on-demand releases that must stop so that ``release`` fits, longest idle first.
 
-    Return none if it still would not fit, because other programs use the memory. Services that
-    always run keep their memory while they restart.
+    Return none if ``release`` would still not fit, because other programs use the memory. Services
+    that always run keep their memory while they restart.
     """
     names = host.disk.release_names(host.paths)
     services = set(map(parse_service, names)) - {release.service}

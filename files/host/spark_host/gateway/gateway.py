@@ -1,7 +1,7 @@
 """Starts and reloads a gateway's nginx, opens and closes its traffic, and creates the API key.
 
-While the traffic file of a service exists, the gateway forwards requests. It is on a tmpfs, so
-traffic is closed after a boot. Closing does not interrupt in-flight requests.
+While the traffic file of a service exists, the gateway forwards requests. The file is on a tmpfs,
+so traffic is closed after a boot. Closing does not interrupt in-flight requests.
 """
 
 import os

@@ -62,7 +62,7 @@ def render_script(settings: Gateway) -> str:
 def _render_limits(keys: dict[str, NamedKey]) -> Iterator[str]:
     """Yield a zone per distinct limit.
 
-    Its name contains the limit, because a reload cannot change the rate of an existing zone.
+    A zone's name contains the limit, because a reload cannot change the rate of an existing zone.
     """
     for number, users in _users_by_limit(keys, "max_concurrent"):
         zone = f"concurrent_{number}"

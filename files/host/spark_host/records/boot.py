@@ -128,7 +128,7 @@ def reason_not_to_start(release: Release, host: Host) -> str | None:
 
 
 def _other_known_good(release: Release, host: Host) -> str | None:
-    """Return the last known-good release if both it and a different ``release`` are enabled."""
+    """Return the last known-good release if it differs from ``release`` and both are enabled."""
     names = enabled_releases(release.service, host)
     good = read_known_good(release.service, host).release
     return good if good != release.name and release.name in names and good in names else None
@@ -257,7 +257,7 @@ def read_proof(release: str, host: Host) -> Proof | None:
 
 
 def write_proof(proof: Proof, host: Host) -> None:
-    """Write a proof, unless it is a quick check of a run that already has a passed proof."""
+    """Write a proof, but do not replace a passed proof of the same run with a quick check."""
     before = read_proof(proof.release, host)
     full = before.last_full if before else None
     if proof.ok and proof.level != "quick":

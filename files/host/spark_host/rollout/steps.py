@@ -157,8 +157,8 @@ def drain(old: Release, host: Host, record: Record) -> None:
     """Wait until in-flight requests have finished, at most the release's ``drain_s``."""
     deadline = host.clock.monotonic() + old.timeouts.drain_s
     if cluster.is_worker(old, host.paths):
-        # A worker must not stop before the head, which needs it for in-flight requests. The head is
-        # missing once it has stopped.
+        # A worker must not stop before the head, because in-flight requests need both. After its
+        # stop, the head is a missing member.
         deadline += old.timeouts.stop_s
         while not cluster.missing_members(old, host.paths) and host.clock.monotonic() < deadline:
             host.clock.sleep(0.2)

@@ -89,7 +89,8 @@ def responds(member: Member, cluster: Cluster, *, refusal_counts: bool) -> bool:
 def fence(args: Sequence[str], paths: Paths) -> int:
     """Install (``up RELEASE``) or remove (``down RELEASE``) a firewall for a cluster's ports.
 
-    It is needed because the engine's store listens on all addresses. A failure is only logged.
+    Without the firewall, all hosts could reach the engine's store, which listens on all addresses.
+    A failure is only logged.
     """
     if len(args) != 2 or args[0] not in ("up", "down"):
         fix = "run `spark-host fence up RELEASE` or `fence down RELEASE`"

@@ -2,7 +2,7 @@
 
 New addresses are temporary until they are confirmed: a timer or a power cut removes the trial file,
 so that no host stays unreachable. The measurement finds slow cables, wrong routes and packets that
-are too large. Its listener accepts only the holder of a one-time token, and then exits.
+are too large. The listener accepts only the holder of a one-time token, and then exits.
 """
 
 import contextlib

@@ -1,1 +1,1 @@
-"""Self-check of the plugin against the engine it runs in."""
+"""Checks whether the plugin supports the engine in which it runs."""

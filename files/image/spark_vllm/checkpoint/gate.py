@@ -92,7 +92,7 @@ def _attention_kinds(modules: set[str]) -> frozenset[str]:
 
 
 def _expected_experts(modules: set[str], experts: int) -> set[str]:
-    """Return the experts of a layer; empty if a single tensor stores them all."""
+    """Return the experts of a layer, or none if a single tensor stores all experts."""
     if not any(name.startswith("mlp.experts.0.") for name in modules):
         return set()
     return {f"mlp.experts.{n}.{part}" for n in range(experts) for part in PROJECTIONS}
@@ -205,7 +205,7 @@ def _check_fp8(headers: Headers, settings: Settings, module: str) -> Iterator[st
 
 
 def _check_packed(headers: Headers, settings: Settings) -> Iterator[str]:
-    """Check INT4 and INT8 modules, and that INC quantizes them."""
+    """Check INT4 and INT8 modules, and whether INC quantizes these modules."""
     for name in headers.tensors:
         module, _, part = name.rpartition(".")
         suffix = names.HEAD_SUFFIX if settings.overlay and module == names.HEAD else ""

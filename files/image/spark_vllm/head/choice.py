@@ -60,8 +60,8 @@ def read_token_ids(path: Path, count: int, vocabulary: int) -> list[int]:
             raise ValueError(f"has {len(ids)} ids, expected {min(count, vocabulary)}")
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{path}: {error}; fix: delete its directory on the host and run the deploy again, or "
-            "remove spark.draft_vocabulary_file"
+            f"{path}: {error}; fix: delete the file's directory and run the deploy again, "
+            "or remove spark.draft_vocabulary_file"
         ) from error
     return ids
 
@@ -73,6 +73,7 @@ def select_fastest(times: Times) -> str:
 
 
 def read_choice(path: Path, setup: HeadSetup) -> str | None:
+    """Return the stored kernel if it was measured for this setup, or None."""
     if not path.exists():
         return None
     try:

@@ -118,6 +118,7 @@ def pack_gptq(values: torch.Tensor) -> torch.Tensor:
 
 
 def time_us(head: Head, x: torch.Tensor) -> float:
+    """Return the median time of a launch in a replayed CUDA graph."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -56,7 +56,7 @@ class HeadOptions:
     tokenizer: Path
 
     def draft_token_ids(self, vocabulary: int) -> list[int]:
-        """Return the ids of the tokens that the drafter chooses from; none if it has no copy."""
+        """Return the ids of the tokens that the drafter chooses from, or none for all tokens."""
         if self.draft_vocabulary is None:
             return []
         if self.draft_vocabulary_file is None:
@@ -79,12 +79,12 @@ def read_head_options() -> HeadOptions | None:
     token_ids = spark.get("draft_vocabulary_file")
     if token_ids is not None and draft_vocabulary is None:
         raise ValueError(
-            "--additional-config: spark.draft_vocabulary_file: needs spark.draft_vocabulary; "
-            "fix: set it to the number of ids in the file"
+            "--additional-config: spark.draft_vocabulary_file: requires spark.draft_vocabulary; "
+            "fix: set spark.draft_vocabulary to the number of ids in the file"
         )
     if draft_vocabulary is not None and config.parallel_config.tensor_parallel_size > 1:
         raise ValueError(
-            "--additional-config: spark.draft_vocabulary: needs all rows on one GPU; "
+            "--additional-config: spark.draft_vocabulary: does not work with several GPUs; "
             "fix: remove the option, or use one GPU"
         )
     speculation = config.speculative_config
@@ -214,7 +214,7 @@ class Int8Head(QuantizeMethodBase):
     def tie_weights(self, layer: torch.nn.Module, embed_tokens: torch.nn.Module) -> torch.nn.Module:
         """Raise ValueError, because an embedding cannot be read from INT8 rows."""
         raise ValueError(
-            "--additional-config: spark.lm_head: this model shares the head with the embedding; "
+            "--additional-config: spark.lm_head: the model has tied embeddings; "
             "fix: remove the option"
         )
 
