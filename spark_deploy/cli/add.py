@@ -169,15 +169,15 @@ def _inspect(options: Options, source: str, host: Target) -> int:
     with temporary_builder(host.settings.hub) as builder:
         arguments = [builder_api.JSON] if options.json else []
         for model in host.catalog.models.values():
-            for order in _build_orders(model) if isinstance(model, HybridModel) else ():
-                name = f"{model.name}.{order.shared_experts}.json"
-                (builder.folder / name).write_text(to_json(order), encoding="utf-8")
+            for plan in _build_plans(model) if isinstance(model, HybridModel) else ():
+                name = f"{model.name}.{plan.shared_experts}.json"
+                (builder.folder / name).write_text(to_json(plan), encoding="utf-8")
                 arguments += [builder_api.AGAINST, name]
         print(printable(builder.run(builder_api.INSPECT, *arguments, source)), end="")
     return 0
 
 
-def _build_orders(model: HybridModel) -> Iterator[builder_api.BuildPlan]:
+def _build_plans(model: HybridModel) -> Iterator[builder_api.BuildPlan]:
     """Yield each build plan of the model, for comparison with a repository."""
     sources: dict[Scheme, object] = {
         "keep": True, "fp8-base": model.sources.hybrid, "fp8-donor": model.sources.donor,

@@ -367,7 +367,9 @@ def _add_speculation(config: dict[str, Any], arguments: Arguments) -> None:
         return
     arguments.profile["speculation"] = speculation
     unused = [key for key in config if key != "method" and key not in _SPECULATION]
-    arguments.unused += [f"--speculative-config {key}: the engine chooses it" for key in unused]
+    arguments.unused += [
+        f"--speculative-config {key}: the engine chooses this value" for key in unused
+    ]
 
 
 def _option_values(args: list[str]) -> Iterator[tuple[str, list[str]]]:

@@ -122,11 +122,11 @@ def _notes(data: HostData, service: str) -> Iterator[str]:
     services = status.services if status else {}
     others = [name for name, state in services.items() if name != service and state.active]
     if others:
-        yield f"{len(others)} more services are running; this report excludes them"
+        yield f"{len(others)} more services are running, which this report excludes"
     if data.survey.user:
         yield "the report was made without root, because sudo requires a password"
     if status and status.versions_unknown:
-        yield f"a timeout hid the versions of {', '.join(status.versions_unknown)}"
+        yield f"versions not read because of a timeout: {', '.join(status.versions_unknown)}"
 
 
 def _serving(

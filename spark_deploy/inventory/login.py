@@ -65,7 +65,7 @@ class PasswordPrompt:
                 password = Path(file).expanduser().read_text().split("\n")[0]
             except OSError as error:
                 message = f"{file}: {error.strerror}"
-                fix = "set it to a readable file"
+                fix = "set the variable to the path of a readable file"
                 raise SettingsError.one(PASSWORD_FILE_VARIABLE, message, fix) from error
         elif sys.stdin.isatty():
             users = sorted({endpoint.user or getpass.getuser() for endpoint in endpoints})

@@ -112,6 +112,7 @@ _OUR_DROP_IN = re.compile(
 
 
 def list_unit_files_command(root: str = "") -> str:
+    """Return a shell command whose output ``find_unit_overrides`` reads."""
     directories = " ".join(shlex.quote(f"{root}{directory}") for directory in _SEARCHED)
     files = "-name 'spark-*' -o -name 'run-spark-*' -o -path '*.d/*.conf' -o -type l -name '*.d'"
     return (

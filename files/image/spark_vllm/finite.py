@@ -161,6 +161,7 @@ def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _compute_logits(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the name of each head, and its logits for a fixed input."""
     for name, module in model.named_modules():
         if not isinstance(module, ParallelLMHead):
             continue

@@ -133,6 +133,7 @@ class Peers:
         return True
 
     def _is_progressing(self, peer: _Peer, client: HttpClient) -> bool:
+        """Return whether a peer makes progress; skip a stalled peer for a while."""
         progress = peer.progress
         try:
             line = client.read_whole(f"{peer.url}/progress", _PROGRESS_BYTES).decode()

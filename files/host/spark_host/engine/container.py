@@ -92,7 +92,7 @@ def refresh_cdi(report: Report, paths: Paths) -> None:
         report(f"regenerating {spec} for driver {driver}, because it was made for driver {version}")
         if read_output("nvidia-ctk", "cdi", "generate", f"--output={spec}") is None:
             # Containers may get the GPU without CDI.
-            report(f"failed; run `nvidia-ctk cdi generate --output={spec}` to see the error")
+            report(f"cannot do so; run `nvidia-ctk cdi generate --output={spec}` to see the error")
 
 
 def open_process(container: str) -> int | None:

@@ -132,7 +132,7 @@ def _restore(paths: Paths, *, unconfirmed: bool) -> None:
 
 
 def _reset_ports(record: status.FabricRecord) -> None:
-    """Remove addresses that networkd leaves behind."""
+    """Restore the MTU, and remove addresses that networkd leaves behind."""
     for port in record.ports:
         _ip("address", "delete", port.address, "dev", port.interface)
         mtu = record.mtu_before.get(port.interface, 1500)
