@@ -361,15 +361,13 @@ def _add_speculation(config: dict[str, Any], arguments: Arguments) -> None:
     schema = schema_of(Speculation, "s")
     problems = [problem.what for problem in schema_problems(speculation, schema, lambda path: "")]
     if not problems:  # only data that matches the schema can be converted
-        problems = [violation.what for violation in convert(Speculation, speculation).violations()]
+        problems = [problem.what for problem in convert(Speculation, speculation).violations()]
     if problems:
         arguments.unused.append(f"--speculative-config: {problems[0]}")
         return
     arguments.profile["speculation"] = speculation
     unused = [key for key in config if key != "method" and key not in _SPECULATION]
-    arguments.unused += [
-        f"--speculative-config {key}: the engine chooses this value" for key in unused
-    ]
+    arguments.unused += [f"--speculative-config {key}: set by the engine" for key in unused]
 
 
 def _option_values(args: list[str]) -> Iterator[tuple[str, list[str]]]:
