@@ -235,7 +235,7 @@ def explain_sudo_error(output: str) -> Problem:
         return Problem("sudo", "the login user is not allowed to use sudo", fix)
     tail = "\n".join(output.strip().splitlines()[-5:])
     fix = "check /etc/sudoers.d on the host"
-    return Problem("sudo", f"the rule was not activated: {tail}", fix)
+    return Problem("sudo", f"the sudo rule was not activated: {tail}", fix)
 
 
 @host_operation

@@ -113,7 +113,7 @@ def _memory_holder_problems(plan: PreflightPlan, survey: Survey) -> Iterator[Pro
         may_be_ours = not app.cgroup and survey.serving
         if not may_be_ours and container_id(app.cgroup) not in known_containers:
             gpu_users[app.pid] = app.name
-    fix = "if its memory use can grow, stop the process; else add it to allow_memory_holders"
+    fix = "stop the process if its memory use can grow, else add it to allow_memory_holders"
     for process in survey.processes:
         uses_gpu = gpu_users.pop(process.pid, None) is not None
         if is_managed(process.cgroup) or container_id(process.cgroup) in known_containers:
@@ -225,7 +225,7 @@ def _memory_findings(plan: PreflightPlan, survey: Survey) -> Iterator[Finding]:
                 "choose a smaller model or profile for this host; "
                 f"`spark-deploy plan --data memory.total_gib={total}` shows whether a model fits"
             )
-            yield error("memory", f"{message} and the engine needs {needed}", fix)
+            yield error("memory", f"{message}, and the engine needs {needed}", fix)
             return
         fix = f"set memory.total_gib to {total} for this host, and plan again"
         yield error("memory", message, fix)

@@ -149,7 +149,7 @@ _PORT = 8010
 def record_files(jobs: Sequence[Work], release: str, fleet: FleetSettings) -> None:
     """Record which files of its jobs this host has, for the other hosts of the run."""
     if not host.state.is_executing:
-        host.noop("will be recorded when the deploy runs")
+        host.noop("the files will be recorded when the deploy runs")
         return
     names = tuple(work.job.digest12 for work in jobs)
     states = read_fact(JobStates, jobs=names, target=PREPARE.unit(release))

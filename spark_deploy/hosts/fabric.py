@@ -193,7 +193,7 @@ def measure_links(links: Sequence[FabricLink]) -> None:
         for link in links:
             limits = f"at most {MAX_BYTES // 10**6} MB and {MAX_DURATION_S} s"
             log_once(f"{link.interface} to {link.host} ({link.address}): {limits}")
-        host.noop("will be measured when the deploy runs")
+        host.noop("the links will be measured when the deploy runs")
         return
     _warn_or_fail(check_links(host.name, links, read_reachability(links)))
     for link in links:

@@ -183,7 +183,7 @@ def compare_donor_tensors(jobs: Sequence[Work]) -> None:
             if actual and expected and expected != actual:
                 fail(
                     f"{host.name}: {proof.tree}",
-                    f"built from FP8 source tensors with sha256 {actual}, "
+                    f"this checkpoint was built from FP8 source tensors with sha256 {actual}, "
                     f"but {source} has {expected}",
                     "find the hub or proxy that sent different bytes, "
                     "move the directory away on the wrong host, then run the deploy again",

@@ -127,7 +127,7 @@ def _health_findings(plan: PreflightPlan, survey: Survey) -> Iterator[Finding]:
         direction = "ahead of" if ahead_s > 0 else "behind"
         yield warning(
             "clock",
-            f"the host's clock is {abs(ahead_s) / 60:,.0f} minutes {direction} this machine's; "
+            f"the host's clock is {abs(ahead_s) / 60:,.0f} minutes {direction} this machine; "
             "package lists, certificates and keys may be rejected",
             "run `timedatectl set-ntp true` on the machine with the wrong clock",
         )
@@ -237,7 +237,7 @@ def read_survey(plan: PreflightPlan) -> Survey:
 @host_operation
 def check_host(plan: PreflightPlan) -> None:
     if is_planned("reboot"):
-        host.noop("will be checked after the reboot")
+        host.noop("this host will be checked after the reboot")
         return
     survey = read_survey(plan)
     findings = check_survey(plan, survey)
@@ -254,7 +254,7 @@ def check_host(plan: PreflightPlan) -> None:
 @host_operation
 def check_cluster(plan: PreflightPlan) -> None:
     if not plan.cluster:
-        host.noop("not part of a cluster")
+        host.noop("this host is not part of a cluster")
         return
     links = check_links(host.name, plan.links, read_reachability(plan.links))
     problems = [*links.problems, *find_cluster_problems(plan.cluster, values_by_host(HostSurvey))]
@@ -274,7 +274,7 @@ def take_over(plan: PreflightPlan) -> Commands:
     competing = capacity.competing_containers(read_survey(plan).containers)
     names = [container.name for container in competing if container.name in plan.takeover]
     if not names:
-        host.noop("no container to take over")
+        host.noop("no container needs to be stopped")
     for name in names:
         log(f"stopping container {name} (takeover)")
         quoted = shlex.quote(name)

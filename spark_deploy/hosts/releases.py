@@ -170,7 +170,7 @@ def verify_rollback(service: str, configured_selection: str) -> None:
     ``configured_selection`` is MODEL/PROFILE.
     """
     if not this_host.state.is_executing:
-        this_host.noop("will be checked after the rollback")
+        this_host.noop("the service will be checked after the rollback")
         return
     status = read_fact(Status)
     state = status.service(service)

@@ -146,7 +146,7 @@ def verify_service(
 ) -> None:
     """Fail unless the host serves the release that is due now, and its check passed."""
     if not host.state.is_executing:
-        host.noop("will be checked after the rollout")
+        host.noop("the service will be checked after the rollout")
         return
     status = read_fact_now(Status)
     if message := status.stop_message(release.service):
@@ -215,7 +215,9 @@ def reboot_host(plan: PreflightPlan, release: Release) -> Commands:
         host.noop("no reboot is pending")
         return
     if read_fact(LastRebootReason, path=_MARKER) == reason:
-        host.noop(f"still pending after a reboot, so the host is not rebooted again: {reason}")
+        host.noop(
+            f"the reason persists after a reboot, so the host is not rebooted again: {reason}"
+        )
         return
     _require_readable(host, read_fact(Status))
     releases.require_no_failure("not rebooted")
@@ -290,7 +292,7 @@ def _clear_marker(host: Host, plan: PreflightPlan) -> bool:
     """Remove the marker, unless the cause persists: the marker then prevents a second reboot."""
     survey = run_fact(host, HostSurvey, timeout_s=180, **fact_arguments(plan))
     if pending := survey.identity.boot.reboot_reason:
-        host.log_styled(f"still pending after the reboot: {pending}", fg="yellow")
+        host.log_styled(f"a reboot is still pending after the reboot: {pending}", fg="yellow")
     else:
         commands.run(host, f"rm -f {_MARKER}")
     return True

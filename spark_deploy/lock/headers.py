@@ -162,7 +162,9 @@ class ModelConfig:
             if value is None:
                 continue
             if type(value) is not int or not 0 <= value < _COUNT_LIMIT:
-                what = f"{name} is {shorten(value)}, expected a number from 0 to {_COUNT_LIMIT - 1}"
+                what = (
+                    f"{name} is {shorten(value)}, but must be a number from 0 to {_COUNT_LIMIT - 1}"
+                )
                 raise LockError.one(self.where, what, "choose another commit of the repository")
             return value
         return None

@@ -154,9 +154,9 @@ def _make_source(where: str, repo: str, revision: str, info: ModelInfo) -> Locke
     if not info.sha or not files:
         raise LockError.one(where, "the hub lists no commit or no files", "check the repository")
     if not isinstance(info.sha, str) or not _COMMIT.fullmatch(info.sha):
-        raise _not_a_hub_error(where, f"it lists the commit {info.sha}")
+        raise _not_a_hub_error(where, f"the hub lists the commit {info.sha}")
     if len({file.path for file in files}) != len(files):
-        raise _not_a_hub_error(where, "it lists a file twice")
+        raise _not_a_hub_error(where, "the hub lists a file twice")
     files.sort(key=lambda file: file.path)
     downloaded, left_out = split_files(where, files)
     if not downloaded:
@@ -174,5 +174,5 @@ def _make_file(
     except DocumentError as error:
         raise _not_a_hub_error(where, str(error)) from error
     if file.size_bytes > _MAX_FILE_BYTES or not file.path.isprintable():
-        raise _not_a_hub_error(where, f"it lists {file.path!r} of {file.size_bytes} bytes")
+        raise _not_a_hub_error(where, f"the hub lists {file.path!r} of {file.size_bytes} bytes")
     return SourceFile(file.path, file.size_bytes, file.sha256, file.git_sha1)

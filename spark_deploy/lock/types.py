@@ -89,19 +89,19 @@ class VerifiedNames:
     base: _AtCommit
     """Repository and commit of the base."""
     donor: _AtCommit | SkipJsonSchema[None] = None
-    """Repository and commit of the donor."""
+    """Repository and commit of the FP8 source."""
     base_tensors: int = Field(default=0, ge=0)
     """Tensors of the base."""
     donor_tensors: int = Field(default=0, ge=0)
-    """Tensors of the donor that a build can use."""
+    """Tensors of the FP8 source that a build can use."""
     swapped_modules: int = Field(default=0, ge=0)
     """Modules with compared or replaced weights."""
     mtp_tensors: int = Field(default=0, ge=0)
     """Tensors of the drafter."""
     mtp_from_donor: int = Field(default=0, ge=0)
-    """Tensors of the drafter that only the donor contains."""
+    """Tensors of the drafter that only the FP8 source contains."""
     donor_sha256: _Sha256 | SkipJsonSchema[None] = None
-    """Hash of the donor's tensors in the first build, required in later builds."""
+    """Hash of the FP8 source's tensors in the first build; later builds require it."""
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
@@ -155,7 +155,7 @@ class Lock:
         return verified is not None and verified.fingerprint == names.fingerprint
 
     def donor_sha256(self, names: VerifiedNames) -> str | None:
-        """Return the locked hash of the donor tensors that a build reads, if any."""
+        """Return the locked hash of the FP8 source tensors that a build reads, if any."""
         return self.names[names.build].donor_sha256 if self.has_result_for(names) else None
 
     def source(self, repo: str, revision: str) -> LockedSource | None:

@@ -87,8 +87,8 @@ def _fabric_ports(host: str, settings: Settings, host_ports: Ports) -> list[Port
     cabled = sorted((port for port in host_ports.ports if port.device and port.up), key=_slot_key)
     if len(cabled) != len(fabric.networks):
         names = ", ".join(port.interface for port in cabled) or "none"
-        what = f"{len(cabled)} cabled RDMA ports ({names})"
-        what += f" for {len(fabric.networks)} networks"
+        what = f"the host has {len(cabled)} cabled RDMA ports ({names}), "
+        what += f"but {len(fabric.networks)} networks are configured"
         fix = "cable one cage, or set fabric.interfaces and fabric.networks"
         raise PlanError.one(f"{host}: fabric", what, fix)
     return cabled
@@ -105,7 +105,7 @@ def _conflicts(host: str, planned: FabricPort, host_ports: Ports) -> Iterator[Pr
     present = [(port.interface, text) for port in host_ports.ports for text in port.addresses]
     for interface, text in present:
         if interface == planned.interface and text != planned.address:
-            what = f"already has {text}; {NETPLAN_FILE} would add a second address"
+            what = f"this port already has {text}; {NETPLAN_FILE} would add a second address"
             fix = (
                 "configure the twin port in the file that sets this address, or remove the address"
             )

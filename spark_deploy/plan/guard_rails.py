@@ -365,7 +365,7 @@ def _multi_host_problems(model: Model, profile: Profile, settings: Settings) -> 
         # The guard rail experts-of-one-group rejects a single group per rank.
         if not list(_indivisible_sizes(shape, n, group, shared)) and shape.expert_width // n > group
     ]
-    fix = f"use {' or '.join(fitting)} hosts" if fitting else "serve it on one host"
+    fix = f"use {' or '.join(fitting)} hosts" if fitting else "serve it on each host separately"
     what = f"{model.name} cannot be split evenly over {ranks} hosts: {', '.join(uneven)}"
     yield Problem("cluster.hosts", what, fix)
 

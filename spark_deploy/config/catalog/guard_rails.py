@@ -74,7 +74,7 @@ class GuardRail:
     """measured: in our result files; read: in source code; reported: by other users."""
     source: str = Field(description="Source of this knowledge.")
     may_be_overridden: bool = False
-    """Whether a host's `override_rails` may turn a rejecting rail into a warning."""
+    """Whether a host's `override_rails` may turn the rejection into a warning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
@@ -89,7 +89,7 @@ class Question:
     """A question with a checkable answer."""
 
     id: str = Field(json_schema_extra={"pattern": "^[a-z-]+$"})
-    """Name; the function of this name answers it."""
+    """Name of the question, and of the function that answers it."""
     question: str = Field(min_length=1, description="The question, in a sentence.")
 
 
@@ -107,7 +107,7 @@ class Part:
 class OpenQuestions:
     """Evidence and open questions of all parts."""
 
-    parts: tuple[Part, ...] = Field(min_length=1, description="In the order of the page.")
+    parts: tuple[Part, ...] = Field(min_length=1, description="Parts, in the order of the page.")
 
     @property
     def all(self) -> tuple[Question, ...]:

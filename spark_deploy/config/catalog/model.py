@@ -273,7 +273,7 @@ class PlainModel(AnyModel):
     """A repository that is served as published."""
 
     kind: Literal["plain"]
-    """plain: a repository that is served as it was published."""
+    """plain: a repository that is served as published."""
     repository: HubRepository = Field(description="Repository of the model hub.")
     revision: str = "main"
     """Branch, tag or commit to lock."""

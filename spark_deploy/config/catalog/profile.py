@@ -186,7 +186,7 @@ class ProfileCheck:
             }
         },
     )
-    """Metric name to a minimum, or to required labels."""
+    """Metric names, each with a minimum or with required labels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
@@ -247,7 +247,7 @@ class Profile:
     environment: dict[str, str] = Field(
         default_factory=dict, json_schema_extra={"propertyNames": ENVIRONMENT_NAMES}
     )
-    """Further environment of the engine."""
+    """More environment variables of the engine."""
     check: ProfileCheck = Field(default_factory=ProfileCheck)
 
     @property

@@ -24,7 +24,7 @@ _VERSION = re.compile(r"v?(0\.\d+\.\d+)(?![\d.])")
 class Engine:
     """A version of the engine."""
 
-    source: str = Field(description="Wheel and file with these names.")
+    source: str = Field(description="Wheel, and the file in it that lists these names.")
     generates: tuple[str, ...] = Field(description="Architectures that answer with text.")
     pools: tuple[str, ...] = Field(description="Architectures that answer with numbers.")
     tool_call: tuple[str, ...] = Field(description="Tool call parsers.")

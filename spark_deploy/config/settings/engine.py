@@ -29,7 +29,7 @@ class Limits:
     """Maximum tokens of a prompt per step while other requests run, so that their answers
     continue; null: no limit."""
     memory_fraction: float = Field(gt=0, le=0.95)
-    """Share of memory.total_gib that the engine may take in total."""
+    """Share of memory.total_gib that the engine may use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
@@ -37,7 +37,7 @@ class KvCache:
     """Type and size of the KV cache."""
 
     size_gib: Gib | None = Field(default=None, gt=0)
-    """Pins the cache to this size in GiB; null derives it from limits.memory_fraction."""
+    """Size of the KV cache in GiB; null: derived from limits.memory_fraction."""
     dtype: str = Field(
         default="auto",
         json_schema_extra={"enum": [

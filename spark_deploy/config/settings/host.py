@@ -156,7 +156,7 @@ class SshSettings:
     """Login user. spark-deploy is the account that deploys/bootstrap.py creates; bootstrap gives
     any other user sudo without a password."""
     first_user: Login | None = None
-    """Login user of `deploys/bootstrap.py` while it creates spark-deploy; null: from
+    """Login user of `deploys/bootstrap.py`, which creates spark-deploy; null: from
     ~/.ssh/config."""
     allowed_from: tuple[SshSource, ...] = Field(
         default=(), examples=[["192.168.1.0/24"]], json_schema_extra=UNIQUE

@@ -110,4 +110,4 @@ def test_preflight_does_not_check_a_host_that_will_reboot():
     assert command.startswith("_report_failure(")
     reboot(host, executing=False)
     assert run_operation(host, preflight.check_host, ALLOWED, executing=False) == []
-    assert host.noops[-1] == "will be checked after the reboot"
+    assert host.noops[-1] == "this host will be checked after the reboot"
