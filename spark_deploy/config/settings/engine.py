@@ -298,8 +298,8 @@ class ServiceEngineSettings:
     rejection_sample_method: Literal["standard", "block"] | None = None
     """How drafts are verified, as in a profile's `speculation`."""
     draft_vocabulary_tokens: int | None = Field(default=None, ge=1024, multiple_of=64)
-    """Frequent tokens to choose drafts from, as in a profile's `speculation`. Not yet run on a
-    GPU."""
+    """Number of frequent tokens from which drafts are chosen, as in a profile's `speculation`. Not
+    yet run on a GPU."""
     num_speculative_tokens_per_batch_size: DraftSchedule | None = Field(
         default=None, examples=[[[1, 2, 2], [3, 4, 1]]]
     )

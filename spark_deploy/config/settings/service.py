@@ -226,8 +226,8 @@ class ServeSettings:
     """With private-ca: local folder with ca.pem, which clients need, and ca-key.pem. Created if
     missing; keep a backup."""
     api_key: SecretOrGenerate = Field(default_factory=SecretRef)
-    """generate: the host makes a random key once. Otherwise the controller reads it: {env: NAME},
-    {file: PATH} or {command: [PROGRAM, ARGUMENT]}."""
+    """generate: the host makes a random key once. Otherwise the controller reads the key from {env:
+    NAME}, {file: PATH} or {command: [PROGRAM, ARGUMENT]}."""
     keys: dict[str, KeySettings] = Field(
         default_factory=dict, json_schema_extra={"propertyNames": KEY_NAME}
     )
