@@ -110,7 +110,10 @@ def _prove(out: Path, work: Path) -> list[Row]:
     engines = json.loads(PLANS.read_text())
     made = prepare(engines, work)
     cases = [case_of(engine) for engine in engines]
-    results = run_cases(cases, work, out / "engines", at_once=1, limit_s=ENGINE_LIMIT_S)
+    results = run_cases(
+        cases, work, out / "engines",
+        at_once=1, limit_s=ENGINE_LIMIT_S, module="proofs.whole.engine",
+    )  # fmt: skip
     rows = []
     for model, sizes in made.items():
         close = abs(sizes["written_bytes"] / sizes["planned_bytes"] - 1) < DISK_LIMIT
