@@ -64,7 +64,7 @@ def fetch(
 
 @deploy("Checkpoint")
 def build_checkpoint(*, jobs: Sequence[Work], release: str) -> None:
-    if not _quantizes(jobs):
+    if not _has_quantization(jobs):
         _start_build(jobs, release)
 
 
@@ -77,13 +77,13 @@ def _start_build(jobs: Sequence[Work], release: str) -> None:
 def prepare_image(*, jobs: Sequence[Work], release: str) -> None:
     """Start building the image, then the quantization and checkpoint that need the image."""
     _start(jobs, release, lambda _: "Prepare the engine image", *IMAGE_JOBS)
-    if _quantizes(jobs):
+    if _has_quantization(jobs):
         # AutoRound runs in the engine's image.
         _start(jobs, release, lambda work: f"Quantize: {work.job.title}", REQUANTIZE_JOB)
         _start_build(jobs, release)
 
 
-def _quantizes(jobs: Sequence[Work]) -> bool:
+def _has_quantization(jobs: Sequence[Work]) -> bool:
     return any(work.job.kind == REQUANTIZE_JOB for work in jobs)
 
 

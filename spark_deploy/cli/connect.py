@@ -65,7 +65,7 @@ def connect(options: Options, client: str | None, service: str | None, tunnel: b
     elif client:
         _print_client(options, client, service, servers)
     elif tunnel:
-        _hold_tunnels([server for server in servers if server.tunnel])
+        _keep_tunnels_open([server for server in servers if server.tunnel])
     else:
         print_result(options, servers, map(connection_lines, servers))
     return 0
@@ -236,7 +236,7 @@ def ssh_command(host: Target) -> list[str]:
     return [*argv, f"{user}{data.get('ssh_hostname', host.name)}"]
 
 
-def _hold_tunnels(servers: Sequence[Connection]) -> None:
+def _keep_tunnels_open(servers: Sequence[Connection]) -> None:
     """Keep the tunnels open until Ctrl-C or a failure."""
     if not servers:
         fix = "run `spark-deploy connect` without --tunnel"

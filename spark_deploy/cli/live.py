@@ -227,13 +227,13 @@ def compute_load(host: str, samples: Sequence[Sample]) -> Load:
     """Compute rates from the first and last sample."""
     if not samples:
         return Load(host, *[None] * 8)
-    last, before = samples[-1], samples[0]
+    last, first = samples[-1], samples[0]
 
     def increase(metric: str) -> float:
-        return float(last.get(metric, 0.0) - before.get(metric, 0.0))
+        return float(last.get(metric, 0.0) - first.get(metric, 0.0))
 
     speed = acceptance = None
-    has_tokens = "generation_tokens" in last and "generation_tokens" in before
+    has_tokens = "generation_tokens" in last and "generation_tokens" in first
     # The counter decreases if the engine restarted.
     if has_tokens and increase("at") > 0 and increase("generation_tokens") >= 0:
         speed = increase("generation_tokens") / increase("at")

@@ -316,7 +316,7 @@ def _matching_lines(text: str, key: str) -> Iterator[str]:
         elif line.endswith(":"):
             above = [line]
         else:
-            above = [each for each in above if not each.lstrip().startswith("#")]
+            above = [line for line in above if not line.lstrip().startswith("#")]
 
 
 @click.command

@@ -316,7 +316,7 @@ def _details(host: Mapping[str, Any]) -> Iterator[str]:
             at_start = f" (minimum during the start {lowest}, floor {floor})"
         restarts = host["restarts"] or 0
         yield _row("memory", f"{free} of {total} available{at_start}, {restarts} restarts")
-    yield from _pending(host)
+    yield from _notice_lines(host)
     for problem in host["daily"].get("problems", ()):
         yield _row("daily", f"{problem['where']}: {problem['what']}; fix: {problem['fix']}")
     for job in host["jobs"]:
@@ -329,7 +329,7 @@ def _details(host: Mapping[str, Any]) -> Iterator[str]:
         yield _row("event", f"{event.get('at')} {event.get('kind')}: {event.get('text')}")
 
 
-def _pending(host: Mapping[str, Any]) -> Iterator[str]:
+def _notice_lines(host: Mapping[str, Any]) -> Iterator[str]:
     for title, key in (("unknown", "versions_unknown"), ("stopped", "stopped")):
         if host[key]:
             yield _row(title, host[key])

@@ -128,7 +128,7 @@ def groups_from(
     generated: Mapping[str, Any] | None = None,
     host_data: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, Group]:
-    _put_checkout_first()
+    _prefer_checkout()
     patch_pyinfra()
     arguments, stem = command_line(), Path(file).stem
     if problems := list(host_problems(groups, file=file)):
@@ -307,7 +307,7 @@ def check_conflicts(
         raise SettingsError(list(dict.fromkeys(problems)))
 
 
-def _put_checkout_first() -> None:
+def _prefer_checkout() -> None:
     """Import ``roles`` from the checkout, not from an installed package of the same name."""
     path = str(CHECKOUT)
     if path in sys.path:

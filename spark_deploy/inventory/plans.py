@@ -115,6 +115,7 @@ def unverified_builds(
 def unread_repositories(
     settings: Settings, catalog: Catalog, lock: Lock
 ) -> Iterator[UnreadRepository]:
+    """Yield required repositories whose headers the lock file lacks."""
     for served in settings.all_models:
         model = catalog.model(served.model)
         profile = catalog.profile(served.profile, served.model)

@@ -70,7 +70,7 @@ def _parse_stop(args: Args, paths: Paths) -> tuple[str, str, Host, float | None]
 def daily(args: Args, paths: Paths) -> int:
     code: int = _call("watch.daily:main", args, paths)
     _call("jobs:remove_unused_tokens", paths)
-    _call("gateway.keys:fold_usage", paths)
+    _call("gateway.keys:add_logged_usage", paths)
     return code
 
 

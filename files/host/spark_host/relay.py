@@ -79,7 +79,7 @@ class Relay:
         while True:
             await self._listen()
             for service in list(self.services.values()):
-                await self._run_logged(self.switch.note_use, service.name)
+                await self._run_logged(self.switch.record_use, service.name)
                 if not service.waiting:
                     await self._run_logged(self.switch.stop_if_idle, service.name)
             await asyncio.sleep(_ROUND_INTERVAL_S)

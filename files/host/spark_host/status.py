@@ -43,7 +43,7 @@ from spark_host.records import boot, versions
 from spark_host.rollout import record
 from spark_host.system import cluster, docker, systemd
 from spark_host.system.host import Host, read_events, release_names
-from spark_host.system.programs import read_output, read_output_patiently
+from spark_host.system.programs import read_output, read_output_with_retry
 from spark_host.watch import sensors
 
 _DETAIL_LENGTH = 300
@@ -87,7 +87,7 @@ def main(args: list[str], paths: Paths) -> Status:
 
 def unit_overrides(paths: Paths) -> tuple[str, ...]:
     root = str(paths.root).rstrip("/")
-    lines = read_output_patiently("sh", "-c", list_unit_files_command(root)) or ""
+    lines = read_output_with_retry("sh", "-c", list_unit_files_command(root)) or ""
     return find_unit_overrides(lines.splitlines(), root)
 
 

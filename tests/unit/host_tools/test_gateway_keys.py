@@ -194,7 +194,7 @@ def test_counts_admitted_requests_and_bytes_per_key(js_host):
         before = keys.read_usage("main", js_host.paths).keys
         assert before["bob"].received_bytes > len(json.dumps(QUESTION))
         assert before["bob"].sent_bytes > len(client.engines["main"].answer)
-        keys.fold_usage(js_host.paths)
+        keys.add_logged_usage(js_host.paths)
         assert keys.read_usage("main", js_host.paths).keys == before
         client.status(CHAT, QUESTION, key=BOB)
         assert usage(js_host) == {"anna": 3, "bob": 2, "api_key": 1}
@@ -219,10 +219,10 @@ def test_usage_counts_each_request_once_after_a_killed_update(host, monkeypatch,
         patch.setattr(os, "truncate", dying(os.truncate))
         patch.setattr(keys, "write_document", dying(keys.write_document))
         with pytest.raises(Killed):
-            keys.fold_usage(host.paths)
+            keys.add_logged_usage(host.paths)
     with log.open("ab") as lines:
         lines.write(b"bob 1 1\n")
-    keys.fold_usage(host.paths)
+    keys.add_logged_usage(host.paths)
     assert log.read_bytes() == b""
     assert usage(host) == {"anna": 1, "bob": 2}
     log.write_bytes(b"bob 1 1\n" * 9)

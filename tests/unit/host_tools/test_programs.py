@@ -169,7 +169,7 @@ def test_stuck_program_does_not_block_and_is_not_restarted(monkeypatch):
     assert programs.read_output("sleep", "20") is None
     assert programs.read_output("sleep", "20") is None
     with pytest.raises(programs.ProgramTimeoutError):
-        programs.read_output_patiently("sleep", "20")
+        programs.read_output_with_retry("sleep", "20")
     assert time.monotonic() - began < 15
     assert len(started) == 1
 

@@ -124,12 +124,12 @@ def freed_bytes(directories: Iterable[Path]) -> dict[Path, int]:
 
 
 def _files_below(directory: Path) -> Iterator[os.stat_result]:
-    todo = [os.fspath(directory)]
-    while todo:
-        with suppress(OSError), os.scandir(todo.pop()) as entries:  # a path too long, or removed
+    pending = [os.fspath(directory)]
+    while pending:
+        with suppress(OSError), os.scandir(pending.pop()) as entries:  # a path too long, or removed
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
-                    todo.append(entry.path)
+                    pending.append(entry.path)
                 elif entry.is_file(follow_symlinks=False):
                     yield entry.stat(follow_symlinks=False)
 

@@ -163,7 +163,7 @@ class Switch:
         if release is None:
             raise HostToolError(service, "has no proven release", "run the deploy for this host")
         others = releases_to_stop(release, host, memory.available_bytes())
-        if not all(self._served_enough(other.service) for other in others):
+        if not all(self._has_served_long_enough(other.service) for other in others):
             return False
         stopped: list[Release] = []
         began = time.monotonic()
@@ -187,7 +187,7 @@ class Switch:
         self.took_s[service] = time.monotonic() - began
         return True
 
-    def _served_enough(self, service: str) -> bool:
+    def _has_served_long_enough(self, service: str) -> bool:
         served_s = time.time() - serving_since(service, self.host.paths)
         return served_s >= max(self.limits.serve_s, self.expected_s(service))
 
@@ -202,7 +202,7 @@ class Switch:
         except FAILURES as restore_error:
             record_event(failed, "on-request", f"not restored: {restore_error}", self.host.paths)
 
-    def note_use(self, service: str) -> None:
+    def record_use(self, service: str) -> None:
         """Record whether the engine has worked since the last call."""
         paths, release = self.host.paths, self.release(service)
         if release is None or not gateway.is_open(service, paths):

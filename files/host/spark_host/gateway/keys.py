@@ -89,7 +89,7 @@ def read_usage(service: str, paths: Paths) -> Usage:
         return usage
     keys, counted = dict(usage.keys), usage.counted_bytes
     with _usage_log(path).open("rb") as log:
-        # The log is shorter if `fold_usage` was killed after emptying it.
+        # The log is shorter if `add_logged_usage` was killed after emptying it.
         counted = log.seek(counted if counted <= os.fstat(log.fileno()).st_size else 0)
         for line in log:
             if not line.endswith(b"\n"):  # nginx is still writing it
@@ -101,7 +101,7 @@ def read_usage(service: str, paths: Paths) -> Usage:
     return Usage(keys, counted)
 
 
-def fold_usage(paths: Paths) -> None:
+def add_logged_usage(paths: Paths) -> None:
     for log in paths.usage("").parent.glob("*.log"):
         usage = read_usage(log.stem, paths)
         write_document(paths.usage(log.stem), usage)

@@ -49,7 +49,7 @@ def record_known_good(release: Release, host: Host) -> None:
     except OSError:  # a full disk is harmless if the record already names this release
         if before.release != release.name:
             raise
-    _settle_rollback(release, host)
+    _finish_rollback_record(release, host)
 
 
 def withdraw_known_good(release: Release, host: Host) -> None:
@@ -242,7 +242,7 @@ def record_rollback(service: str, target: str, host: Host) -> None:
     host.disk.write(host.paths.rollback(service), record)
 
 
-def _settle_rollback(release: Release, host: Host) -> None:
+def _finish_rollback_record(release: Release, host: Host) -> None:
     """Mark a rollback to this release as done; remove the record of any other rollback."""
     path = host.paths.rollback(release.service)
     record = host.disk.read(RollbackRecord, path)

@@ -13,7 +13,7 @@ from spark_contract import machine
 from spark_contract.release import Release
 
 from spark_host.system import docker
-from spark_host.system.programs import ProgramTimeoutError, read_output, read_output_patiently
+from spark_host.system.programs import ProgramTimeoutError, read_output, read_output_with_retry
 
 UNKNOWN = "unknown"  # the version of a program that did not respond in time
 _PROGRAMS = {"docker": "dockerd", "toolkit": "nvidia-ctk"}
@@ -44,14 +44,14 @@ def read_driver() -> str:
         # "NVRM version: NVIDIA UNIX Open Kernel Module for aarch64  580.159.03  Release Build"
         return _find_version(loaded.read_text().splitlines()[0])
     args = ("--query-gpu=driver_version", "--format=csv,noheader")
-    output = read_output_patiently("nvidia-smi", *args)
+    output = read_output_with_retry("nvidia-smi", *args)
     return output.splitlines()[0].strip() if output else ""
 
 
 _READERS: dict[str, Callable[[], str]] = {
     "driver": read_driver,
     "docker": lambda: str((docker.query("/version", 5) or {}).get("Version", "")),
-    "toolkit": lambda: _find_version(read_output_patiently("nvidia-ctk", "--version") or ""),
+    "toolkit": lambda: _find_version(read_output_with_retry("nvidia-ctk", "--version") or ""),
 }
 
 

@@ -39,7 +39,7 @@ _STREAMS = 4  # because a single stream is limited by one core
 _CHUNK_BYTES = 1 << 20
 _CONNECT_TIMEOUT_S = 10.0  # for both sides to connect
 _TOKEN_TIMEOUT_S = 1.0  # for the whole token of a connection
-_MAX_STRANGERS = 64  # connections with a wrong token before the listener exits
+_MAX_REJECTED = 64  # connections with a wrong token before the listener exits
 _RETRY_INTERVAL_S = 0.1
 _WELCOME = b"+"
 # Close a stream without waiting for the last bytes.
@@ -47,7 +47,7 @@ _LINGER = struct.pack("ii", 1, 0)
 
 
 def set_addresses(args: Sequence[str], paths: Paths) -> int:
-    """``try`` (a plan on stdin), ``settled``, ``confirm`` or ``restore [--unconfirmed]``."""
+    """Run ``try`` (plan on stdin), ``settled``, ``confirm`` or ``restore [--unconfirmed]``."""
     with locked(paths.run / "fabric.lock", wait=True):
         match list(args):
             case ["try"]:
@@ -280,11 +280,11 @@ def listen(request: SpeedRequest) -> None:
     where = f"{request.address}:{request.port}"
     address = (request.address, request.port)
     try:
-        server = socket.create_server(address, backlog=_STREAMS + _MAX_STRANGERS)
+        server = socket.create_server(address, backlog=_STREAMS + _MAX_REJECTED)
     except OSError as error:
         raise HostToolError(where, f"cannot listen ({error})", "run the command again") from error
     with server:
-        for _ in range(_STREAMS + _MAX_STRANGERS):
+        for _ in range(_STREAMS + _MAX_REJECTED):
             if len(streams) == _STREAMS or (remaining_s := deadline - time.monotonic()) <= 0:
                 break
             server.settimeout(remaining_s)

@@ -71,15 +71,15 @@ def measure(folder: Path, max_bytes: int, max_files: int) -> tuple[int, int]:
     Files in paths above the kernel's limit cannot be counted, so they exceed the limits, too.
     """
     size = count = 0
-    todo = [os.fspath(folder)]
-    while todo and size <= max_bytes and count <= max_files:
+    pending = [os.fspath(folder)]
+    while pending and size <= max_bytes and count <= max_files:
         try:
-            with os.scandir(todo.pop()) as entries:
+            with os.scandir(pending.pop()) as entries:
                 for entry in entries:
                     count += 1
                     size += entry.stat(follow_symlinks=False).st_blocks * 512
                     if entry.is_dir(follow_symlinks=False):
-                        todo.append(entry.path)
+                        pending.append(entry.path)
                     if count > max_files:
                         break
         except OSError as error:

@@ -92,7 +92,7 @@ def read_output(*argv: str) -> str | None:
     return result.stdout.strip() if result.returncode == 0 else None
 
 
-def read_output_patiently(*argv: str) -> str | None:
+def read_output_with_retry(*argv: str) -> str | None:
     """Like :func:`read_output`, but retry once; raise ProgramTimeoutError after two timeouts."""
     for limit_s in (_TIMEOUT_S, _RETRY_TIMEOUT_S):
         result = run_program(argv, limit_s)
