@@ -145,6 +145,7 @@ def test_rollout_survives_two_kills_at_every_call(name):
     faults=st.dictionaries(st.integers(1, 120), st.sampled_from(FAULTS), max_size=6),
     then=st.lists(st.sampled_from((A, B, "boot", "upgrade")), max_size=3),
 )
+@example(STORIES["first release"], {29: "dies", 30: "hang"}, [])  # between proof and open traffic
 @example(STORIES["new release"], {40: "fail", 48: "fail", 78: "kill after"}, [A])
 @example(STORIES["same release again"], {64: "fail", 77: "fail", 120: "fail"}, [B, A])
 def test_any_sequence_of_faults_ends_with_a_proven_release(story, faults, then):

@@ -150,6 +150,9 @@ def measure_speed(release: Release, host: Host, record: Record) -> None:
 def open_traffic(release: Release, host: Host) -> None:
     if not cluster.is_worker(release, host.paths):
         host.gateway.start_or_reload(release, host.paths)
+        # A start closes traffic, so an engine that dies from here on never gets requests unchecked.
+        if not host.units.is_active(release.serve_unit):
+            raise TrialError(f"{release.serve_unit} stopped after its check")
         host.gateway.open_traffic(release, host.paths)
 
 
