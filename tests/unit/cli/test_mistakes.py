@@ -209,7 +209,7 @@ def in_terminal(folder, *words, act):
     return process.wait(timeout=20), text
 
 
-@pytest.mark.parametrize("after_s", [0.2, 0.5, 0.8])
+@pytest.mark.parametrize("after_s", [0.1, 0.25, 0.4])
 def test_interrupt_during_startup_prints_one_line(site, after_s):
     def interrupt(process, text, _terminal):
         if not text:
