@@ -15,7 +15,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -23,7 +23,11 @@ from spark_deploy.config.checkout import CHECKOUT, catalog_files, load_schema, r
 from spark_deploy.config.documents import KeyPath, Violation, convert, violations
 from spark_deploy.config.errors import Problem, SettingsError
 from spark_deploy.config.schema_errors import dotted, schema_problems
-from spark_deploy.config.settings.engine import VLLM_NAMES, EngineSettings
+from spark_deploy.config.settings.engine import (
+    VLLM_NAMES,
+    EngineSettings,
+    ServiceEngineSettings,
+)
 from spark_deploy.config.settings.patterns import SecretRef, paths_with_control_characters
 from spark_deploy.config.settings.service import RequantizeSettings
 from spark_deploy.config.settings.types import CheckedSettings, Settings
@@ -235,25 +239,34 @@ class _LocalFileError(Exception):
 
 
 def _with_local_files(settings: Settings, root: Path) -> Settings:
-    engine = _with_template(settings.engine, root)
+    engine: Any = _with_template(settings.engine, root)
     if not isinstance(engine, Violation):
         engine = _with_vocabulary_text(engine, root)
-    requantize = _with_calibration(settings.requantize, root)
-    broken = []
-    for section, result in (("engine", engine), ("requantize", requantize)):
-        if isinstance(result, Violation):
-            broken.append(result._replace(key=(section, *result.key)))
-    if isinstance(engine, Violation) or isinstance(requantize, Violation):
+    requantize: Any = _with_calibration(settings.requantize, root)
+    results: dict[KeyPath, Any] = {("engine",): engine, ("requantize",): requantize}
+    for name, service in settings.services.items():
+        results["services", name, "engine"] = _with_template(service.engine, root)
+    broken = [
+        result._replace(key=(*section, *result.key))
+        for section, result in results.items()
+        if isinstance(result, Violation)
+    ]
+    if broken:
         raise _LocalFileError(broken)
-    return dataclasses.replace(settings, engine=engine, requantize=requantize)
+    services = {
+        name: dataclasses.replace(service, engine=results["services", name, "engine"])
+        for name, service in settings.services.items()
+    }
+    return dataclasses.replace(settings, engine=engine, requantize=requantize, services=services)
 
 
+_Engine = TypeVar("_Engine", bound=ServiceEngineSettings)
 _TEMPLATE_OPTION = "chat-template"
 _MAX_TEMPLATE_BYTES = 65_536  # half of Linux's limit for an argument
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\x85\u2028\u2029]")  # except tab and line feed
 
 
-def _with_template(engine: EngineSettings, root: Path) -> EngineSettings | Violation:
+def _with_template(engine: _Engine, root: Path) -> _Engine | Violation:
     """Return the settings with the text of ``chat_template`` as an engine option."""
     if engine.chat_template is None:
         return engine

@@ -39,6 +39,25 @@ def test_chat_template_text_reaches_the_engine(root, form):
     assert "--seed" in plan.release.engine.argv
 
 
+SERVICE = (
+    "{max_context_tokens: 32768}\nservices: {embed: {model: small, profile: base, port: 8001, "
+    "memory_gib: 24, engine: {max_context_tokens: 16384, chat_template: chat.jinja}}}"
+)
+
+
+def test_chat_template_of_a_service_reaches_only_its_engine(root):
+    plan = plan_with(settings(root, SERVICE))
+    assert [argument(served) for served in plan.served] == [None, TEMPLATE]
+
+
+def test_rejects_missing_template_of_a_service(root):
+    (root / "chat.jinja").unlink()
+    with pytest.raises(SettingsError) as refused:
+        settings(root, SERVICE)
+    [problem] = refused.value.problems
+    assert problem.where == "group_vars/spark.yml: services.embed.engine.chat_template"
+
+
 def test_changed_template_text_changes_the_release(root):
     names = []
     for text in (TEMPLATE, TEMPLATE, TEMPLATE + " "):
