@@ -137,7 +137,8 @@ class Catalog:
         self, kind: str, name: str, known: tuple[str, ...], *reasons: tuple[str, ...]
     ) -> None:
         problems = [problem for reason in reasons for problem in self.broken.get(reason, ())]
-        fix = f"known here: {', '.join(known)}"
+        shipped = (other for other in known if not other.startswith("lab-"))
+        fix = f"known here: {', '.join(shipped)}"
         raise CatalogError(
             problems or [Problem(f"catalog/{kind}/{name}.yml", "does not exist", fix)]
         )

@@ -262,8 +262,9 @@ def _unknown_names(
     selections += [(("services", name), service) for name, service in settings.services.items()]
     for path, selection in selections:
         for key in ("model", "profile"):
-            name, known = getattr(selection, key), catalog(f"{key}s")
-            if name not in known:
+            name, names = getattr(selection, key), catalog(f"{key}s")
+            if name not in names:
+                known = [known for known in names if not known.startswith("lab-")]
                 message = f"unknown {key} '{name}' (known: {', '.join(known)})"
                 fix = f"choose a known name, or add catalog/{key}s/{name}.yml"
                 fix = suggest(name, known, fix)

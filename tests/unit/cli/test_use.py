@@ -150,8 +150,9 @@ def test_engine_settings_that_override_a_new_profile_are_listed(site, capsys):
     assert "engine." not in capsys.readouterr().err
 
 
-def test_suggestions_for_an_unknown_name_exclude_lab_models(site, capsys):
-    assert main(["use", "lab-x"]) == 1
+@pytest.mark.parametrize("words", ["use lab-x", "plan --model lab-x", "connect --data model=lab-x"])
+def test_suggestions_for_an_unknown_name_exclude_lab_models(words, site, capsys):
+    assert main(words.split()) == 1
     text = capsys.readouterr().err
     assert "lab-tiny" not in text
     assert "qwen3.5-122b" in text
