@@ -129,10 +129,10 @@ VERBS: dict[str, tuple[str, Callable[[Args, Paths], tuple[Any, ...]], str]] = {
         "gateway.gateway:reload", _parse_name, "SERVICE: apply a new key or settings"
     ),
     tool.GATEWAY_NEW_KEY: ("gateway.gateway:new_key", _parse_name, "SERVICE: replace the key"),
-    "share": ("gateway.nginx:share", _no_args, ": serve checkpoint files to other hosts"),
-    "on-request": ("relay:run", _no_args, ": start services that requests wait for"),
+    "share": ("gateway.nginx:share", _no_args, "serve checkpoint files to other hosts"),
+    "on-request": ("relay:run", _no_args, "start services that requests wait for"),
     "watch": ("watch.watchdog:run", _parse_name, "RELEASE: watch the engine"),
-    "daily": ("__main__:daily", _all_args, ": inspect the host"),
+    "daily": ("__main__:daily", _all_args, "inspect the host"),
     tool.JOB: ("jobs:main", _all_args, "run D12 | poll [D12...] | end D12: run, print or end jobs"),
     tool.IMAGE: (
         "image:main", _all_args,
@@ -163,7 +163,7 @@ _FIXES = {
 def main(argv: Args) -> int:
     if not argv or argv[0] not in VERBS:
         for verb, (*_, text) in VERBS.items():
-            print(f"spark-host {verb} {text}".replace(" : ", ": "), file=sys.stderr)
+            print(f"spark-host {verb:<15} {text}", file=sys.stderr)
         return 0 if argv[:1] == ["help"] else 2
     function, parse, _ = VERBS[argv[0]]
     try:

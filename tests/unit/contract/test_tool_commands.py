@@ -28,6 +28,12 @@ def test_host_tool_has_every_command_of_the_contract():
     assert contract_commands() <= set(host.VERBS)
 
 
+def test_help_lists_every_command(capsys):
+    assert host.main(["help"]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split()[1] for line in lines] == list(host.VERBS)
+
+
 def test_units_start_existing_commands():
     output = {
         word
