@@ -8,6 +8,7 @@ import yaml
 from spark_contract.documents import parse, to_json
 from spark_contract.release import Release, parse_service
 
+from spark_deploy.cli.plan_text import plan_lines
 from spark_deploy.config.catalog.architecture import Anatomy, CacheLayers
 from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.checkout import CHECKOUT
@@ -17,9 +18,17 @@ from spark_deploy.config.settings.load import load_hosts
 from spark_deploy.plan.gateway import base_urls, gateway_plan
 from spark_deploy.plan.host import plan_document, plan_host
 from spark_deploy.plan.jobs import keep_list, served_jobs
+from spark_deploy.plan.memory import gib
 from spark_deploy.plan.release import release_files
-from spark_deploy.plan.resolve import Request
-from tests.unit.planning.plans import PAYLOAD, made_up_lock, plan_of, problems, settings_of
+from spark_deploy.plan.resolve import Request, model_and_profile
+from tests.unit.planning.plans import (
+    CATALOG,
+    PAYLOAD,
+    made_up_lock,
+    plan_of,
+    problems,
+    settings_of,
+)
 
 SMALL: dict[str, Any] = {
     "model": "small", "profile": "base", "port": 8001, "memory_gib": 24,
@@ -58,6 +67,15 @@ def test_services_share_memory():
     assert float(argv[argv.index("--gpu-memory-utilization") + 1]) * total <= 24 * GIB
     needed = sum(service.memory.needed_bytes for service in plan.served)
     assert plan.preflight.memory_needed_bytes == needed
+
+
+def test_printed_plan_includes_the_kv_cache_of_each_service():
+    plan, settings = with_services(embed=SMALL), settings_of(services={"embed": SMALL}, **SHORT)
+    lines = plan_lines(plan, *model_and_profile(settings, CATALOG))
+    _, service = (line for line in lines if line.startswith("  memory "))
+    memory = plan.services[0].memory
+    assert gib(memory.kv_cache_bytes) in service
+    assert f"{memory.kv_tokens:,} tokens" in service
 
 
 def test_on_demand_services_share_memory():
