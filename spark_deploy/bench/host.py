@@ -23,7 +23,7 @@ from spark_contract.status import Status
 
 from spark_deploy.bench.result import Load, Sample, Served
 from spark_deploy.config.errors import SparkError, unreachable
-from spark_deploy.inventory.connections import ssh_reason
+from spark_deploy.inventory.connections import CHECK_NETWORK, ssh_reason
 
 Note = Callable[[str], None]
 TICK_S = 5.0  # between notes
@@ -60,10 +60,14 @@ class Login:
 
     def run(self, script: str, timeout_s: float = _COMMAND_TIMEOUT_S) -> str:
         """Run a script and return its output; raise SparkError with the error output on failure."""
-        result = subprocess.run(
-            self.argv(script), capture_output=True, text=True, timeout=timeout_s, check=False,
-            stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+        try:
+            result = subprocess.run(
+                self.argv(script), capture_output=True, text=True, timeout=timeout_s, check=False,
+                stdin=subprocess.DEVNULL,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            problem = f"no answer within {timeout_s:g} s"
+            raise SparkError.one(self.name, problem, CHECK_NETWORK) from None
         if result.returncode != 0:
             if reason := ssh_reason(result.stderr):
                 raise SparkError([unreachable(self.name, *reason)])
@@ -159,7 +163,7 @@ def open_tunnel(login: Login, port: int) -> Iterator[int]:
     process = subprocess.Popen(argv, stdin=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + _TUNNEL_TIMEOUT_S
-        while not _is_open(local_port):
+        while not is_open(local_port):
             if time.monotonic() > deadline or process.poll() is not None:
                 problem, fix = "cannot open a tunnel to the gateway", "run `spark-deploy connect`"
                 raise SparkError.one(login.name, problem, fix)
@@ -170,7 +174,7 @@ def open_tunnel(login: Login, port: int) -> Iterator[int]:
         process.wait(timeout=20)
 
 
-def _is_open(port: int) -> bool:
+def is_open(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 

@@ -155,6 +155,11 @@ def test_error_of_a_failed_command_names_host_and_reason():
         login.run("true")
 
 
+def test_error_of_a_host_that_does_not_answer_names_it():
+    with pytest.raises(SparkError, match="spark-9: "):
+        host.Login("spark-9", (), False).run("sleep 60", timeout_s=0.1)
+
+
 def test_reads_gpu_and_cuda_from_nvidia_smi(tmp_path, monkeypatch):
     program = tmp_path / "nvidia-smi"
     program.write_text(
