@@ -166,6 +166,8 @@ CLIENTS: dict[str, tuple[str, Callable[[Connection], Iterator[str]]]] = {
     "curl": ("run this line", lambda server: iter([server.example])),
     "env": ('eval "$(THIS)"', _render_env),
 }
+# Clients whose setup is shell code that reads the key.
+EXPORT_KEY = ("openwebui", "claude", "env")
 
 
 # --- programs that distribute requests over the gateways of several hosts

@@ -12,13 +12,21 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
+from urllib.parse import urlsplit
 
 import click
 from spark_contract.units import MAIN_SERVICE
 
-from spark_deploy.bench.host import Login, open_tunnel, tunnel_argv
+from spark_deploy.bench.host import Login, is_open, open_tunnel, tunnel_argv
 from spark_deploy.bench.protocols import Endpoint, measure_answer
-from spark_deploy.cli.clients import CLIENTS, ROUTERS, Connection, connection_lines, example
+from spark_deploy.cli.clients import (
+    CLIENTS,
+    EXPORT_KEY,
+    ROUTERS,
+    Connection,
+    connection_lines,
+    example,
+)
 from spark_deploy.cli.console import (
     Options,
     next_command,
@@ -45,6 +53,7 @@ from spark_deploy.plan.kv_cache import context_tokens
 from spark_deploy.plan.resolve import model_and_profile
 
 _POLL_S = 0.5
+_PORT_FIX = "stop the program that uses this port, then run the command again"
 
 
 @click.command
@@ -63,7 +72,7 @@ def connect(options: Options, client: str | None, service: str | None, tunnel: b
     if client in ROUTERS:
         _print_router(options, client, service, hosts, servers)
     elif client:
-        _print_client(options, client, service, servers)
+        _print_client(options, client, service, hosts, servers)
     elif tunnel:
         _keep_tunnels_open([server for server in servers if server.tunnel])
     else:
@@ -113,12 +122,18 @@ def _tailnet_addresses(hosts: list[Target]) -> dict[str, str]:
 
 
 def _print_client(
-    options: Options, name: str, service: str | None, servers: list[Connection]
+    options: Options,
+    name: str,
+    service: str | None,
+    hosts: list[Target],
+    servers: list[Connection],
 ) -> None:
     if len(servers) != 1:
         problem = f"{len(servers)} hosts selected: {', '.join(server.host for server in servers)}"
         raise SparkError.one(f"--for {name}", problem, "select one host")
     [server], (instructions, render) = servers, CLIENTS[name]
+    if name in EXPORT_KEY:  # a shell would ignore the failure and export an empty key
+        make_login(hosts[0]).run(f"cat {server.key_path} > /dev/null")
     print("\n".join(render(server)))
     argv = ["connect", server.host, *(["--service", service] if service else [])]
     command = next_command(options, *argv, "--for", name)
@@ -237,7 +252,7 @@ def ssh_command(host: Target) -> list[str]:
 
 
 def _keep_tunnels_open(servers: Sequence[Connection]) -> None:
-    """Keep the tunnels open until Ctrl-C or a failure."""
+    """Keep the tunnels open until Ctrl-C or a failure; print the URL of each open tunnel."""
     if not servers:
         fix = "run `spark-deploy connect` without --tunnel"
         raise SparkError.one("--tunnel", "these hosts need no tunnel", fix)
@@ -245,32 +260,43 @@ def _keep_tunnels_open(servers: Sequence[Connection]) -> None:
     interrupts: list[int] = []
     signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
     with ExitStack() as stack:
-        running: list[tuple[str, subprocess.Popen[str]]] = []
+        running: dict[Connection, subprocess.Popen[str]] = {}
         for server in servers:
-            command = shlex.split(server.tunnel or "")
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-            )
+            if is_open(port := _local_port(server)):
+                raise SparkError.one(
+                    server.host, f"port {port} is in use on this machine", _PORT_FIX
+                )
+            process = running[server] = subprocess.Popen(
+                shlex.split(server.tunnel or ""),
+                stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+            )  # fmt: skip
             stack.callback(process.wait, timeout=20)
             stack.callback(process.terminate)
-            running.append((server.host, process))
-            note(f"{server.host}: {server.base_url}")
         note("tunnels stay open until Ctrl-C")
+        opening = list(servers)
         while True:
             time.sleep(_POLL_S)
             if interrupts:  # the tunnels have also received the signal
                 note("")
                 return
-            for name, process in running:
+            for server, process in running.items():
                 if process.poll() is not None:
-                    output = process.stderr.read() if process.stderr else ""
-                    if reason := ssh_reason(output):
-                        raise SparkError([unreachable(name, *reason)])
-                    problem = (
-                        f"tunnel ended with exit code {process.returncode}: {one_line(output)}"
-                    )
-                    fix = "stop the program that uses this port, then run the command again"
-                    raise SparkError.one(name, problem, fix)
+                    raise _tunnel_error(server.host, process)
+                if server in opening and is_open(_local_port(server)):
+                    opening.remove(server)
+                    note(f"{server.host}: {server.base_url}")
+
+
+def _local_port(server: Connection) -> int:
+    return urlsplit(server.base_url).port or server.port
+
+
+def _tunnel_error(name: str, process: subprocess.Popen[str]) -> SparkError:
+    output = process.stderr.read() if process.stderr else ""
+    if reason := ssh_reason(output):
+        return SparkError([unreachable(name, *reason)])
+    problem = f"tunnel ended with exit code {process.returncode}: {one_line(output)}"
+    return SparkError.one(name, problem, _PORT_FIX)
 
 
 @click.command

@@ -1,6 +1,7 @@
-import os
+import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -9,7 +10,7 @@ import pytest
 import yaml
 
 from spark_deploy.cli import main
-from spark_deploy.cli.clients import connection_lines
+from spark_deploy.cli.clients import EXPORT_KEY, connection_lines
 from spark_deploy.cli.connect import make_connection
 from tests.unit.cli.targets import target_of
 
@@ -23,6 +24,9 @@ def site(tmp_path, monkeypatch):
     (tmp_path / "inventory/spark.py").write_text("spark = ['spark-1', 'spark-2']\n")
     (tmp_path / "group_vars").mkdir()
     (tmp_path / "group_vars/spark.yml").write_text("model: qwen3.5-35b\n")
+    (tmp_path / "ssh").write_text("#!/bin/sh\n")
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -30,6 +34,9 @@ def site(tmp_path, monkeypatch):
 def test_local_tunnel_port_of_a_host_is_independent_of_the_selection(site, capsys):
     assert main(["connect", "spark-2", "--for", "env"]) == 0
     assert "export OPENAI_BASE_URL=http://127.0.0.1:8001/v1" in capsys.readouterr().out
+    assert main(["connect", "--json"]) == 0
+    servers = json.loads(capsys.readouterr().out)
+    assert [server["base_url"][-8:] for server in servers] == [":8000/v1", ":8001/v1"]
     assert main(["connect"]) == 0
     out = capsys.readouterr().out
     assert "http://127.0.0.1:8001/v1 (on this machine, through the tunnel below)" in out
@@ -49,6 +56,21 @@ def test_suggested_commands_keep_service_and_inventory(client, extra, site, caps
     base = ["connect", "spark-1", *extra]
     assert command.split() == [*base, "--for", client, *inventory]
     assert tunnel.partition("spark-deploy ")[2].split() == [*base, "--tunnel", *inventory]
+
+
+@pytest.mark.parametrize("client", EXPORT_KEY)
+@pytest.mark.parametrize(
+    ("output", "shown"),
+    [
+        ("ssh: connect to host spark-1 port 22: No route to host", "spark-1: unreachable: "),
+        ("cat: /etc/spark/api-key: No such file or directory", "/etc/spark/api-key"),
+    ],
+)
+def test_shell_setup_is_empty_if_the_key_cannot_be_read(site, client, output, shown, capsys):
+    (site / "ssh").write_text(f"#!/bin/sh\necho '{output}' >&2\nexit 1\n")
+    assert main(["connect", "spark-1", "--for", client]) == 1
+    out, err = capsys.readouterr()
+    assert (out, shown in err) == ("", True)
 
 
 def test_connect_sends_clients_of_a_cluster_to_the_head(site, capsys):
@@ -97,43 +119,71 @@ def test_vllm_router_requires_equal_models_and_no_private_ca(site, capsys):
     assert main(["connect", "--for", "vllm-router"]) == 1
 
 
+# Only the tunnel to spark-1 opens its port.
+SSH = f"""#!{sys.executable}
+import re, signal, socket, sys, time
+
+def end(*_):
+    print("ended", file=log)
+    sys.exit(0)
+
+log = open(sys.argv[0] + ".log", "a", buffering=1)
+signal.signal(signal.SIGTERM, end)
+print(*sys.argv[1:], file=log)
+if sys.argv[-1] == "spark-1":
+    port = int(re.search(r"127.0.0.1:(\\d+):", " ".join(sys.argv))[1])
+    server = socket.create_server(("127.0.0.1", port))
+time.sleep(60)
+"""
+
+
 @pytest.mark.slow
 def test_tunnels_stay_open_until_interrupted(site):
-    ssh = site / "ssh"
-    ssh.write_text(
-        "#!/bin/bash\ntrap 'echo ended >> $0.log; exit 0' TERM\n"
-        'echo "$*" >> $0.log\nwhile true; do sleep 0.1; done\n'
-    )
-    ssh.chmod(0o755)
-    log = site / "ssh.log"
-    process = start_tunnels(site)
+    (site / "ssh").write_text(SSH)
+    port = free_port()
+    process = start_tunnels(site, port)
+    log, shown = site / "ssh.log", site / "stderr"
+    url = f"spark-1: http://127.0.0.1:{port}/v1"
     wait_for(lambda: log.exists() and log.read_text().count("-L 127.0.0.1:") == 2)
+    wait_for(lambda: url in shown.read_text())
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    _, text = process.communicate(timeout=30)
-    assert process.returncode == 0, text
-    assert "spark-1: http://127.0.0.1:8000/v1\nspark-2: http://127.0.0.1:8001/v1" in text
+    assert process.wait(timeout=30) == 0
+    assert "spark-2: http" not in shown.read_text(), "printed before the tunnel was open"
     assert log.read_text().count("ended") == 2
 
 
 @pytest.mark.slow
 def test_failed_tunnel_ends_the_command_with_the_name_of_its_host(site):
-    ssh = site / "ssh"
-    ssh.write_text('#!/bin/sh\ncase "$*" in *spark-2) exit 255;; esac\nexec sleep 60\n')
-    ssh.chmod(0o755)
-    process = start_tunnels(site)
-    _, text = process.communicate(timeout=30)
-    assert process.returncode == 1
-    assert "spark-2: tunnel ended with exit code 255" in text
+    (site / "ssh").write_text('#!/bin/sh\ncase "$*" in *spark-2) exit 255;; esac\nexec sleep 60\n')
+    process = start_tunnels(site, free_port())
+    assert process.wait(timeout=30) == 1
+    assert "spark-2: tunnel ended with exit code 255" in (site / "stderr").read_text()
 
 
-def start_tunnels(site):
+@pytest.mark.slow
+def test_tunnel_never_uses_the_port_of_another_program(site):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        process = start_tunnels(site, port)
+        assert process.wait(timeout=30) == 1
+    shown = (site / "stderr").read_text()
+    assert f"spark-1: port {port}" in shown
+    assert "http" not in shown
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+def start_tunnels(site, port):
+    (site / "group_vars/spark.yml").write_text(f"model: qwen3.5-35b\nserve: {{port: {port}}}\n")
     run = "import sys; from spark_deploy.cli import main; sys.exit(main())"
-    return subprocess.Popen(
-        [sys.executable, "-c", run, "connect", "--tunnel"],
-        env={**os.environ, "PATH": f"{site}:{os.environ['PATH']}"},
-        stderr=subprocess.PIPE, text=True, cwd=site,
-    )  # fmt: skip
+    with (site / "stderr").open("w") as stderr:
+        return subprocess.Popen(
+            [sys.executable, "-c", run, "connect", "--tunnel"], stderr=stderr, cwd=site
+        )
 
 
 def wait_for(is_done):
