@@ -3,10 +3,12 @@ import hashlib
 import io
 import json
 import tarfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import safetensors
+from tokenizers import Tokenizer
 
 from tests.labkit import info, lab
 
@@ -124,6 +126,33 @@ def test_prebuilt_hybrid_is_verified_against_its_fp8_source_and_served(fleet, tm
     assert guest.answers()
 
     fleet.site.deploy(*only).assert_unchanged()
+
+
+def test_drafter_chooses_from_the_frequent_tokens_of_the_owners_text(fleet):
+    fleet.settle()
+    guest = fleet.guests[0]
+    only = ("--limit", guest.name)
+    text, engine = fleet.site.root / "answers.txt", {"head": "int8-triton"}
+    engine |= {"draft_vocabulary_tokens": 1024, "draft_vocabulary_text": text.name}
+    orders = []
+    for sentence in ("Paris is the capital of France.\n", "kite.river.88 / zeta 9152 delta\n"):
+        text.write_text(sentence * 50)
+        fleet.site.choose(engine=engine)
+        fleet.site.deploy(*only).assert_succeeded()
+        mounts = {mount["Destination"]: mount["Source"] for mount in guest.container()["Mounts"]}
+        ids = json.loads(guest.run(f"cat {mounts['/draft-vocabulary']}/token_ids.json"))
+        tokenizer = Tokenizer.from_str(guest.run(f"cat {served_checkpoint(guest)}/tokenizer.json"))
+        counts = Counter(tokenizer.encode(sentence * 50, add_special_tokens=False).ids)
+        ranked = [token for token in ids if token not in tokenizer.get_added_tokens_decoder()]
+        assert [counts[token] for token in ranked] == sorted(
+            (counts[token] for token in ranked), reverse=True
+        )
+        assert "/draft-vocabulary/token_ids.json" in " ".join(guest.argv())
+        orders.append(ids)
+        fleet.site.deploy(*only).assert_unchanged()
+    assert orders[0] != orders[1]
+    assert sorted(orders[0]) == sorted(orders[1])
+    fleet.settle()
 
 
 @pytest.mark.engine
