@@ -59,6 +59,7 @@ NEW_METHODS = {
     "Int8Head._choose_kernel",
     "FileEmbedding._wait_for_rows",
     "FileEmbedding._host_function",
+    "ReadAheadState._request",
 }
 
 
