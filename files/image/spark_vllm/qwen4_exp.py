@@ -99,8 +99,11 @@ class ReadAheadState(Qwen4ExpModelState):
         return super().prepare_inputs(input_batch, req_states)
 
     def _request(self, prompt: Ids, start: int, end: int) -> None:
-        for table, parts in self._tables:
-            table.request(compute_next_ids(prompt, start, end, *parts))
+        try:
+            for table, parts in self._tables:
+                table.request(compute_next_ids(prompt, start, end, *parts))
+        except Exception as error:  # costs time only: the engine reads the rows later
+            logger.warning_once("spark: n-gram rows are not read ahead: %s", error)
 
 
 def hash_parts(ngram: torch.nn.Module) -> list[Ids]:
