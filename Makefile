@@ -149,10 +149,10 @@ gpu-train: ## train the recall model again on a CUDA machine, minutes; writes to
 	@rm -rf build/recall
 	$(GPU_PYTHON) -m proofs.recall.race build/recall/first
 	$(GPU_PYTHON) -m proofs.recall.training build/recall/further --further build/recall/first --seed 112
-	@echo "to prove with it: SPARK_GPU_RECALL=build/recall/further make gpu; to keep it:"
+	@echo "to test it: SPARK_GPU_RECALL=build/recall/further make gpu; to keep it:"
 	@echo "its weights.npz goes into proofs/recall"
 
-# Beside nothing else: other work on the card would be in the times.
+# Run nothing else on the GPU, because other work would change the times.
 HEAD := proofs/kernels/lm_head
 gpu-times: ## times of LM head, shared experts, cache formats and table lookups on an idle GPU; writes to SPARK_GPU_RESULTS
 	@mkdir -p $(SPARK_GPU_RESULTS)
@@ -194,7 +194,7 @@ build/backends/installed: requirements/backends.txt
 	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r $<
 	@touch $@
 
-# The environment and what hosts stand on are made side by side: the latter needs Python alone.
+# Create the environment and the base image of hosts in parallel; the image needs only Python.
 define demo
 	@python3 -m lab demo --engine $(1) --requirements
 	@python3 -m lab prepare --engine none >/dev/null & prepared=$$!; \

@@ -1,7 +1,7 @@
 """Give cabled ports addresses, or measure the links (``fabric.measure``).
 
-No other deploy changes the network. The host restores the old network after a power cut, or if no
-new login succeeds in time.
+No other deploy changes the network. The host restores the previous network after a power cut, or if
+no new login succeeds in time.
 """
 
 from pyinfra import host, state

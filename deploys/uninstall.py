@@ -1,4 +1,4 @@
-"""Remove this project from hosts; `--dry` lists removed and kept resources.
+"""Remove this project from hosts; `--dry` lists what would be removed and kept.
 
 `--data uninstall.models=true` also removes models; `--data uninstall.engine=true` also removes
 Docker and CUDA if a deploy installed them. Unmanaged files and packages stay.

@@ -68,7 +68,8 @@ def install_base(*, plan: BasePlan, settings: Settings) -> None:
     record_initial_state(
         name="Record the state before the first deploy", plan=plan, request=request
     )
-    # This precedes packages, because a damaged file in apt.conf.d prevents all installations.
+    # Hold the driver before installing packages, because a damaged file in apt.conf.d prevents
+    # all installations.
     base.hold_driver(name="Hold driver packages in unattended upgrades", plan=plan)
     base.install_packages(name="Install packages", plan=plan)
     base.create_directories(name="Create directories", plan=plan)

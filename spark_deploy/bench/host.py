@@ -265,7 +265,9 @@ def measure_loads(
             f"{case.prompt_tokens} tokens with answers of {case.answer_tokens}"
         )
         with ticking(title, note):
-            output = login.run(load_script(release, port, key_path, case, seed), _BENCH_TIMEOUT_S)
+            output = login.run(
+                load_test_script(release, port, key_path, case, seed), _BENCH_TIMEOUT_S
+            )
         if output.strip() == _NO_BENCH:
             return None, ()
         version, _, document = output.partition("\n")
@@ -279,7 +281,7 @@ def measure_loads(
     return version, tuple(loads)
 
 
-def load_script(release: Release, port: int, key_path: str, case: LoadCase, seed: int) -> str:
+def load_test_script(release: Release, port: int, key_path: str, case: LoadCase, seed: int) -> str:
     """Return a shell script that prints vLLM's version and the result, or ``_NO_BENCH``."""
     bench = shlex.join([
         "vllm", "bench", "serve", "--backend", "openai-chat",
@@ -293,6 +295,7 @@ def load_script(release: Release, port: int, key_path: str, case: LoadCase, seed
         "--save-result", "--result-filename", _OUT,
     ])  # fmt: skip
     no_bench = f"echo {shlex.quote(_NO_BENCH)}"
+    # The first line of `vllm` names the Python interpreter that can import vLLM.
     inner = (
         "IFS= read -r OPENAI_API_KEY; export OPENAI_API_KEY; "
         f"command -v vllm >/dev/null || {{ {no_bench}; exit 0; }}; {bench} >&2 || exit 1; "

@@ -66,11 +66,11 @@ def sections(results: Sequence[BenchResult]) -> Iterator[tuple[str, str, Rows]]:
 
 
 def make_title(results: Sequence[BenchResult]) -> str:
-    common = [
-        texts.pop()
-        for form in ("{0.model}", "with {0.profile}", "on {0.host}")
-        if len(texts := {form.format(result.served) for result in results}) == 1
-    ]
+    common = list[str]()
+    for form in ("{0.model}", "with {0.profile}", "on {0.host}"):
+        texts = {form.format(result.served) for result in results}
+        if len(texts) == 1:
+            common += texts
     names = " against ".join(column_names(results)) if len(results) > 1 else ""
     return ": ".join(filter(None, (" ".join(common), names)))
 

@@ -171,8 +171,10 @@ _QUESTIONS = {
     "prune": "Remove files and images that releases no longer need? (--dry lists each item)",
     "requantize": "Quantize the model? (takes hours and all of the host's memory)",
     "rotate-key": "Create a new API key and reject the old one at once?",
-    "uninstall": "Uninstall? (--dry lists removed and kept files)",
-    "access": "Uninstall, then remove this machine's access? (--dry lists removed and kept files)",
+    "uninstall": "Uninstall? (--dry lists what would be removed and kept)",
+    "access": (
+        "Uninstall, then remove this machine's access? (--dry lists what would be removed and kept)"
+    ),
 }
 
 

@@ -87,7 +87,7 @@ def hosts_for_clients(hosts: list[Target], options: Options, service: str | None
     answering = [host for host in hosts if _head_name(host) == host.name]
     if not answering:
         head = _head_name(hosts[0])
-        problem = f"is a worker of a cluster; only the head {head} answers clients"
+        problem = f"is a worker of a cluster; only the head {head} serves clients"
         fix = f"run `{next_command(options, 'connect', head)}`"
         raise SparkError.one(hosts[0].name, problem, fix)
     return answering
@@ -339,7 +339,7 @@ def ask_host(
         nonlocal reasoning_seen
         if is_reasoning:
             if print_answer and not reasoning_seen:
-                note("the model is reasoning before its answer ...")
+                note("the model is thinking before it answers ...")
             reasoning_seen = True
             return
         # Models put empty lines between reasoning and answer.

@@ -219,9 +219,9 @@ def print_problem(problem: Problem) -> None:
 
 
 def wrap_line(line: str, width: int) -> list[str]:
-    """Split a line at spaces; indent the rest to the text after the title.
+    """Split a line at spaces, and align further lines with the text after the title.
 
-    In a command, each break has a backslash, so that users can copy it into a shell.
+    In a command, all lines but the last end with a backslash, so that users can copy it to a shell.
     """
     if len(line) <= width:
         return [line]

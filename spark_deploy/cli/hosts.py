@@ -59,7 +59,7 @@ class Target:
     data: dict[str, Any]
     loaded: HostSettings
     catalog: Catalog
-    # Locks with results from hub and registries by lock file, shared by the command's hosts.
+    # Locks with results from the hub and registries by lock file, shared by the command's hosts.
     locks: dict[Path, Lock] = field(default_factory=dict)
 
     @property

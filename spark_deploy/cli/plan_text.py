@@ -122,7 +122,7 @@ def _address_text(plan: HostPlan) -> str:
         return f"at {urls}"
     if plan.host == members[0]:
         return f"at {urls}, together with {', '.join(members[1:])}"
-    return f"together with {members[0]}, which answers clients"
+    return f"together with {members[0]}, which serves clients"
 
 
 def _downloads_text(plan: HostPlan) -> str:
@@ -197,7 +197,7 @@ def plan_lines(
     if cluster := plan.release.cluster:
         for number, member in enumerate(cluster.members):
             yield row("" if number else "cluster", f"{member.host}: {shlex.join(member.argv)}")
-        yield row("", f"{cluster.head.host} answers clients; the workers only compute")
+        yield row("", f"{cluster.head.host} serves clients; the workers only compute")
         yield row("", "the release name changes when the deploy reads the members' addresses")
     unit = plan_document(plan)["unit"]
     yield row("unit", f"{unit['name']} with {unit['drop_in']}:")

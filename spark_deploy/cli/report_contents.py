@@ -183,23 +183,25 @@ Verdict = tuple[str, bool | None, str]  # question; answer, or None if open; evi
 
 
 def with_answers(host: HostReport) -> HostReport:
-    """Add an answer to each open question; without a real Spark, all stay open."""
-    found = [*_host_answers(host)]
+    """Add an answer to each open question; unless the host is a Spark, all answers are "open"."""
+    found = [*_host_verdicts(host)]
     if host.serving:
-        found += _deployment_answers(host, host.serving)
-        found += _check_answers(host.serving)
-        found += _engine_answers(host.serving)
+        found += _deployment_verdicts(host, host.serving)
+        found += _check_verdicts(host.serving)
+        found += _engine_verdicts(host.serving)
     answers = {name: (verdict, text) for name, verdict, text in found}
     result, gpu, caveat = [], host.versions.get("gpu", ""), ""
-    if host.stand_ins or gpu not in ("", GB10):
-        caveat = "stand-ins; " if host.stand_ins else f"not a Spark: {gpu}; "
+    if host.stand_ins:
+        caveat = "stand-ins; "
+    elif gpu not in ("", GB10):
+        caveat = f"not a Spark: {gpu}; "
     for name in QUESTION_IDS:
         verdict, text = answers.get(name, (None, "nothing is running"))
         result.append(Answer(name, "open" if caveat else _STATES[verdict], caveat + text))
     return replace(host, answers=tuple(result))
 
 
-def _host_answers(host: HostReport) -> Iterator[Verdict]:
+def _host_verdicts(host: HostReport) -> Iterator[Verdict]:
     for name, kind in (("fetched", FETCH_JOB), ("built", CHECKPOINT_JOB)):
         jobs = [job for job in host.jobs if job.kind == kind]
         finished = [job for job in jobs if job.state == "done"]
@@ -214,7 +216,7 @@ def _host_answers(host: HostReport) -> Iterator[Verdict]:
     yield "driver-trouble", None if faults is None else faults == 0, text
 
 
-def _deployment_answers(host: HostReport, serving: Serving) -> Iterator[Verdict]:
+def _deployment_verdicts(host: HostReport, serving: Serving) -> Iterator[Verdict]:
     proven, engine = serving.proven, serving.engine
     served = f"{serving.model} with {serving.profile}"
     yield "deployed", proven, f"{served}, {serving.level} check"
@@ -235,7 +237,7 @@ def _deployment_answers(host: HostReport, serving: Serving) -> Iterator[Verdict]
     yield "restarted", proven if restarted else None, text
 
 
-def _check_answers(serving: Serving) -> Iterator[Verdict]:
+def _check_verdicts(serving: Serving) -> Iterator[Verdict]:
     checks = {check.name: check for check in serving.checks}
     loaded = None if serving.portable else checks.get(names.LOG_LINES)
     text = "portable mode" if serving.portable else "log lines were not checked"
@@ -266,7 +268,7 @@ def _check_answers(serving: Serving) -> Iterator[Verdict]:
     yield "needle", needle.ok if needle else None, text
 
 
-def _engine_answers(serving: Serving) -> Iterator[Verdict]:
+def _engine_verdicts(serving: Serving) -> Iterator[Verdict]:
     engine, memory = serving.engine, serving.start_memory
     line = next((line for line in engine.lines if "GDN prefill kernel" in line), "")
     yield "gdn-prefill", True if line else None, line or "no such line"

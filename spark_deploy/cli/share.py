@@ -56,7 +56,7 @@ _SECRET = re.compile(
     r"|AKIA)[\w-]{8,}|\beyJ[\w-]+\.[\w-]+\.|://[^/\s@:]+:[^/\s@]*@|-----BEGIN "
 )
 _SECRET_KEY = re.compile(r"(?i)(token|secret|password|api[-_]?key)$")
-_UNPROVEN = "no selected host serves this release after a passed check"
+_UNPROVEN = "this release has not passed its check on any selected host"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)

@@ -44,7 +44,7 @@ from spark_deploy.plan.types import HostPlan
 @click.option("-v", "--verbose", is_flag=True, help="Print all details.")
 @shared_options(plans=True)
 def status(options: Options, files: bool, planned: bool) -> int:
-    """Return 1 if a host does not serve its planned releases with a current, passed check."""
+    """Return 1 unless every host serves its planned releases and they are proven."""
     if files:
         return _planned_files(options) if planned else _managed_files(options)
     if planned:

@@ -253,7 +253,7 @@ def _read_authority(ca_dir: str) -> _Authority | None:
         raise SettingsError.one("serve.ca_dir", message, fix)
     if certificate.not_valid_after_utc - now() < timedelta(days=RENEW_DAYS):
         message = f"the CA in {folder} expires on {certificate.not_valid_after_utc:%Y-%m-%d}"
-        fix = f"rename {folder} and run again; then install the new CA on the clients"
+        fix = f"rename {folder} and retry; then install the new CA on the clients"
         raise SettingsError.one("serve.ca_dir", message, fix)
     return _Authority(certificate, key)
 

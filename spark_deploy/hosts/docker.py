@@ -132,7 +132,7 @@ def start_engine(state: State, host: Host, allowed: Sequence[str]) -> bool:
     _bring_up(host, "systemctl enable --now docker")
     lines = run(host, build_script("exec 2>/dev/null", CONTAINERS_SCRIPT), timeout_s=60)
     containers = tuple(parse_containers(split_sections(lines)["containers"]))
-    fix = "stop this container or list it in takeover, then run again"
+    fix = "stop this container or list it in takeover, then retry"
     problems = []
     for container in competing_containers(containers, allowed):
         restart = f"restart policy {container.restart}"
@@ -176,7 +176,7 @@ def _bring_up(host: Host, command: str) -> None:
             run(host, _BRING_UP % command, timeout_s=240)
     except CommandError:
         tail = "\n".join(run(host, f"{_LOG_TAIL}; true", timeout_s=30))
-        fix = "fix the reported cause (`journalctl -u docker`), then run again"
+        fix = "fix the reported cause (`journalctl -u docker`), then retry"
         fail("docker", f"could not start the daemon\n{tail}", fix)
 
 
@@ -227,7 +227,7 @@ def install_engine(plan: DockerPlan) -> Commands:
     state = read_state(plan)
     if state.snap:
         message = "docker is installed as a snap, which cannot load the NVIDIA libraries"
-        fail("docker", message, "run `snap remove docker`, then run again")
+        fail("docker", message, "run `snap remove docker`, then retry")
     if names := missing_packages(plan, state):
         yield install_command(names, plan.package_lock_wait_s)
         return
@@ -242,7 +242,7 @@ def merge_daemon_json(plan: DockerPlan) -> Commands:
     try:
         present = parse_daemon_json(text or "")
     except ValueError as error:
-        fix = "correct the file, then run again"
+        fix = "correct the file, then retry"
         fail(DAEMON_JSON, f"the file is not a JSON object ({error}) and was not changed", fix)
     planned = planned_file(plan, state, present)
     if text is not None and planned == present:
@@ -263,7 +263,7 @@ def run_engine(plan: DockerPlan) -> Commands:
     """
     state = read_state(plan)
     if "docker" in state.silent:
-        fix = "check `systemctl status docker` and the host's load, then run again"
+        fix = "check `systemctl status docker` and the host's load, then retry"
         fail("docker", "the daemon accepts requests but does not respond", fix)
     if not state.active:
         yield FunctionCommand(start_engine, [plan.allow_containers], {})
@@ -313,7 +313,8 @@ def add_users(plan: DockerPlan) -> Commands:
     log(
         f"{', '.join(missing)} can use docker without sudo after the next login; "
         "in an open session, run `newgrp docker`; "
-        "to close a shared SSH connection, run `ssh -O exit HOST`"
+        "if SSH reuses a connection (ControlMaster), "
+        "run `ssh -O exit HOST` before you log in again"
     )
 
 

@@ -86,7 +86,7 @@ class Docker:
     known_urls: tuple[str, ...]
     receipt: GpuProof | None  # of the last GPU check in a container
     groups: dict[str, tuple[str, ...]]  # groups of each requested user that exists
-    silent: tuple[str, ...] = ()  # which of docker, toolkit and driver did not respond in time
+    silent: tuple[str, ...] = ()  # docker, the toolkit or the driver, if too slow
 
     @property
     def active(self) -> bool:

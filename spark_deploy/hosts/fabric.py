@@ -136,7 +136,7 @@ def _check_ports_free(plan: status.FabricPlan, netplan: Netplan) -> None:
         fix = "configure the addresses by hand; only netplan is supported"
         operations.fail(host.name, "netplan is not installed", fix)
     if netplan.managed_file and netplan.managed_file != plan.netplan:
-        fix = "run `spark-deploy fabric --restore` while no cluster is serving, then run again"
+        fix = "run `spark-deploy fabric --restore` while no cluster is serving, then retry"
         operations.fail(f"{host.name}: {status.NETPLAN_FILE}", "has different addresses", fix)
     problems = []
     for port in plan.ports:
@@ -226,7 +226,7 @@ def _measure_tcp(link: FabricLink) -> status.SpeedResult:
     send = command_line(FABRIC_SPEED, "send")
     sender, listener = _run_sender_and_listener(link, listen, send, documents.to_json(request))
     problems = [
-        _last_problem(name, result.text, "check `journalctl -xe` on that host, then run again")
+        _last_problem(name, result.text, "check `journalctl -xe` on that host, then retry")
         for name, result in ((host.name, sender), (link.host, listener))
         if not result.ok
     ]

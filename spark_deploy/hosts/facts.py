@@ -41,7 +41,7 @@ class HostFact(FactBase[T]):
                 value: T = parse(self, output)
             except _MALFORMED as error:
                 detail = f"{type(error).__name__}: {str(error)[:200]!r}"
-                message = f"{cls.__name__}: cannot read the host's output ({detail}); run again"
+                message = f"{cls.__name__}: cannot read the host's output ({detail}); retry"
                 raise FactProcessError(message) from error
             return value
 
@@ -94,7 +94,7 @@ def parse_sections(output: Iterable[str]) -> Sections:
     """Split the output of ``build_script``. Raises FactProcessError if its end is missing."""
     sections = split_sections(output)
     if "end" not in sections:
-        raise FactProcessError("the host's output was cut off; run again")
+        raise FactProcessError("the host's output was cut off; retry")
     return sections
 
 

@@ -81,7 +81,7 @@ def describe_rollout_failure(
     if rollout.state == "failed-no-previous":
         lines.append("  there is no earlier release to restore")
     if not any(detail.startswith("fix: ") for detail in details):
-        lines.append("  fix: correct the cause above and run again")
+        lines.append("  fix: correct the cause above, then retry")
     if rollout.log_tail:
         lines.append(f"  engine log: {_write_log(host.name, rollout)}")
     return [printable(line) for line in lines]

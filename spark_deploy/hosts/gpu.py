@@ -1,4 +1,4 @@
-"""Read GPU and driver, install the CUDA toolkit, and check the GPU in a container.
+"""Read the GPU and driver, install the CUDA toolkit, and check the GPU in a container.
 
 Sources: nvidia-smi 580 (query in CSV), /proc/driver/nvidia/version, nvidia-spark-ota-check 1.0.16,
 version.json of CUDA toolkits (11 and later), `nvcc --version`.
@@ -334,7 +334,7 @@ def _pull(host: Host, image: str) -> None:
             run(host, tool.when_installed(command), timeout_s=_PULL_TIMEOUT_S)
     except CommandError as failure:
         last_line = (failure.output.strip().splitlines() or ["no output"])[-1]
-        fix = "check `journalctl -u docker`, then run again"
+        fix = "check `journalctl -u docker`, then retry"
         problem = Problem(f"image {image}", last_line, fix)
         raise HostError(parse_problem(last_line) or problem) from failure
 
@@ -349,7 +349,7 @@ _GPU_ERRORS = (
     (
         "could not select device driver",
         "docker has no GPU driver: the toolkit is missing, or was installed after docker started",
-        "restart docker, then run again",
+        "restart docker, then retry",
     ),
     (
         "unresolvable CDI devices",

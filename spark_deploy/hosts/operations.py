@@ -215,15 +215,15 @@ def _request_lease(host: Host, *, check_only: bool) -> Problem | None:
     if response in ("acquired", "available"):
         return None
     if not response.startswith("held ") or len(rest) != 3:
-        fix = "free space in /run, then run again"
+        fix = "free space in /run, then retry"
         return Problem(where, f"cannot be acquired: {response[:200]!r}", fix)
     expires_in_s, since, user = map(_sanitize, rest)
     message = f"{user} started a change at {since} (lease expires in {expires_in_s} s)"
-    return Problem(where, message, "wait for that run to end, then run again")
+    return Problem(where, message, "wait for that run to end, then retry")
 
 
 def _has_ended(token: str) -> bool:
-    """Return whether the run with this token ended on this machine."""
+    """Return whether the run with this token has ended; ``False`` if it ran elsewhere."""
     machine, _, process = token.rpartition("-")
     if machine != _this_machine() or not process.isdecimal():
         return False

@@ -218,7 +218,7 @@ def _install(
                     f"not installed: {listed} would change {', '.join(changes)}, "
                     "but a deploy never changes driver, kernel or firmware"
                 )
-                fix = f"update the system with the vendor's tools, install {listed}, then run again"
+                fix = f"update the system with the vendor's tools, install {listed}, then retry"
                 fail("packages", message, fix)
             run(host, _install_script(names, quiet_services), timeout_s=3600)
     except CommandError as failure:
@@ -297,6 +297,6 @@ def wait_for_lock(host: Host, timeout_s: float) -> None:
         waited_s = monotonic() - started
         lock = f"for the package lock, held by {', '.join(holders)}"
         if waited_s > timeout_s:
-            fail("packages", f"waited {waited_s:.0f} s {lock}", "stop that process, then run again")
+            fail("packages", f"waited {waited_s:.0f} s {lock}", "stop that process, then retry")
         host.log(f"waiting {lock} ({waited_s:.0f} s)")
         gevent.sleep(5)

@@ -49,7 +49,7 @@ def require_no_failure(consequence: str) -> None:
     ]
     if failed:
         _not_changed.add(commands.current_host())
-        fix = "fix that host, or exclude it with --exclude, then run again"
+        fix = "fix that host, or exclude it with --exclude, then retry"
         operations.fail(
             this_host.name, f"{consequence}, because {', '.join(failed)} failed first", fix
         )
@@ -59,7 +59,7 @@ def require_members(members: Sequence[str]) -> None:
     active = {member.name for member in this_host.state.active_hosts}
     missing = [name for name in members if name not in active]
     if missing:
-        fix = "fix that host and run again; cluster members are always updated together"
+        fix = "fix that host and retry; cluster members are always updated together"
         message = f"not changed, because members failed or are unreachable: {', '.join(missing)}"
         operations.fail(this_host.name, message, fix)
 

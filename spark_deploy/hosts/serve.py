@@ -76,7 +76,8 @@ def _rollout_reason(release: Release, status: HostStatus) -> str:
     reason = status.unproven_reason(release.service, release.name)
     if not reason:
         waits = status.waits_for_request(release.service, release.name)
-        host.noop(f"{release.name} is {ON_REQUEST if waits else 'running'} and proven")
+        state = ON_REQUEST if waits else "running"
+        host.noop(f"{release.name} is {state} and has passed its checks")
     return reason
 
 
@@ -251,7 +252,7 @@ def _wait_until_rebooted(host: Host, old_boot_id: str) -> None:
             host.log("the host has rebooted")
             return
     message = f"the host did not reboot within {_REBOOT_TIMEOUT_S} s"
-    fail(f"{host.name}: reboot", message, "reboot the host by hand, then run again")
+    fail(f"{host.name}: reboot", message, "reboot the host by hand, then retry")
 
 
 def _wait_until_serving(state: State, host: Host, target: Release) -> bool:

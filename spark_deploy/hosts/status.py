@@ -150,7 +150,7 @@ class HostStatus:
         return message if names else ""
 
     def unproven_reason(self, service: str, release: str) -> str:
-        """Return why ``release`` is not served with a passed check; "" if it is."""
+        """Return why ``release`` is not proven on this host; "" if it is."""
         if self.report is None:
             return self.unreadable or "no host tools are installed yet"
         state = self.service(service)

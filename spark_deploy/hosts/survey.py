@@ -232,7 +232,7 @@ class Survey:
 
     @property
     def stubbed(self) -> tuple[str, ...]:
-        """Stubs of real software; results with them prove nothing about a Spark."""
+        """Stubs of real software; results with them say nothing about a Spark."""
         driver = self.gpu.driver_version
         return (
             *self.stub_packages,

@@ -30,7 +30,7 @@ from spark_deploy.plan.release import release_files, unit_and_command_files
 from spark_deploy.plan.types import NJS, SUDOERS_PATH, BasePlan, HostPlan, ManagedFile
 
 _TIMEOUT_S = 3600
-_RUN_AGAIN = "fix the cause above, then run again"
+_RETRY = "fix the cause above, then retry"
 
 
 def gigabytes(size_bytes: int) -> str:
@@ -72,7 +72,7 @@ def _prune(state: State, host: Host, request: str) -> bool:
         with heartbeat(host, "removing"):
             output = run(host, tool.command_line(tool.PRUNE, request), timeout_s=_TIMEOUT_S)
     except CommandError as error:
-        fail(f"{host.name}: prune", error.output.strip() or str(error), _RUN_AGAIN)
+        fail(f"{host.name}: prune", error.output.strip() or str(error), _RETRY)
     removed = parse(Pruning, "\n".join(output))
     host.log(f"removed {len(removed.items)} items, {gigabytes(removed.bytes)}")
     return True
@@ -160,9 +160,9 @@ def _uninstall(state: State, host: Host, request: str) -> bool:
     except CommandError as error:
         text = error.output.strip()
         failed = parse_document(UninstallManifest, text.rpartition("\n")[2])
-        fail(where, "\n".join(failed.problems) if failed else text[-2000:], _RUN_AGAIN)
+        fail(where, "\n".join(failed.problems) if failed else text[-2000:], _RETRY)
     except DocumentError as error:
-        fail(where, str(error), "run again")
+        fail(where, str(error), "retry")
     freed = sum(item.size_bytes for item in removed.items)
     host.log(f"removed {len(removed.items)} items, {gigabytes(freed)}")
     return True
@@ -279,7 +279,7 @@ def _artifact_resources(plan: HostPlan, payload: Payload) -> Iterator[Resource]:
 def _artifact(job: Job, operation: str) -> Resource:
     if isinstance(job.proof, ReceiptProof):
         return Resource("tree", job.proof.tree, operation)
-    assert isinstance(job.proof, ImageProof)  # jobs of a served model remove nothing
+    assert isinstance(job.proof, ImageProof)  # only removals have an AbsenceProof
     return Resource("image", job.proof.image, operation)
 
 

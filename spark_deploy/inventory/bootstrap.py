@@ -132,7 +132,7 @@ def _confirm_host_keys(keys: Sequence[HostKey], confirm: Callable[[str], str]) -
     question = f"record {'it' if len(unknown) == 1 else 'them'}? [y/N] "
     if unknown and confirm(question).strip().lower() != "y":
         raise SettingsError.one(
-            "host keys", "were not confirmed", "compare the fingerprints, then run again"
+            "host keys", "were not confirmed", "compare the fingerprints, then retry"
         )
     record_host_keys(new)
     for path in sorted({str(key.path) for key in new}):

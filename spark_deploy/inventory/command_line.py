@@ -21,7 +21,7 @@ def makes_plan(deploy: str) -> bool:
     return path.parent.name != "deploys" or path.name not in _WITHOUT_PLAN
 
 
-def must_serve(arguments: Mapping[str, Any]) -> bool:
+def requires_valid_models(arguments: Mapping[str, Any]) -> bool:
     """Return whether invalid models and profiles are errors, as in deploys that make a plan."""
     operations: Sequence[str] = arguments.get("operations") or []
     return bool(arguments.get("must_serve", makes_plan(operations[0] if operations else "")))

@@ -41,8 +41,8 @@ from spark_deploy.inventory.command_line import (
     check_patterns,
     command_line,
     login_user,
-    must_serve,
     parse_overrides,
+    requires_valid_models,
 )
 from spark_deploy.inventory.connections import patch_pyinfra
 from spark_deploy.inventory.host_keys import open_transport
@@ -138,16 +138,16 @@ def groups_from(
     if not selected:
         excluded = " ".join(f"--exclude {pattern}" for pattern in arguments.get("exclude") or ())
         raise SettingsError.one(excluded, "excludes every host", "exclude fewer hosts")
-    makes_plan = must_serve(arguments)
+    must_serve = requires_valid_models(arguments)
     given_data = host_data or {}
     hosts = _load_settings(
-        groups, file, parse_overrides(arguments), generated, given_data, must_serve=makes_plan
+        groups, file, parse_overrides(arguments), generated, given_data, must_serve=must_serve
     )
     root = vars_root(file)
     catalog = _once_per_command(
         f"catalog of {root}", functools.partial(read_catalog, user_dir=root)
     )
-    check_conflicts(hosts, catalog, must_serve=hosts if makes_plan else ())
+    check_conflicts(hosts, catalog, must_serve=hosts if must_serve else ())
     if "operations" in arguments:  # the command is pyinfra itself
         signal.signal(signal.SIGINT, _exit_on_interrupt)
     user = login_user(arguments)

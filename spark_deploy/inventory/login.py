@@ -246,7 +246,7 @@ def check_login(state: State, host: Host, endpoint: Endpoint) -> bool:
         host.log("a new login works")
         return True
     fix = "wait until the host restores its old network, then check the cable and `ip route`"
-    return _log_problem(host, f"cannot log in to {endpoint.hostname} again ({result.detail})", fix)
+    return _log_problem(host, f"cannot log back in to {endpoint.hostname} ({result.detail})", fix)
 
 
 def check_no_access(state: State, host: Host, endpoint: Endpoint) -> bool:

@@ -173,7 +173,8 @@ def verified_lock(settings: Settings, catalog: Catalog, path: Path, lock: Lock, 
     if settings.locked == "required":
         for names, _ in unverified_builds(settings, catalog, lock):
             log(f"{path.name}: tensor names in {names.build} have not been verified; {_LOCK_FIX}")
-        for unread in unread_repositories(settings, catalog, lock):
+        unread = next(iter(unread_repositories(settings, catalog, lock)), None)
+        if unread is not None:
             message = f"the headers of {unread.repository} have not been read yet"
             raise LockError.one(path.name, message, _LOCK_FIX)
         return lock

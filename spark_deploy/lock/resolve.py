@@ -41,7 +41,7 @@ def read_lock(path: Path) -> Lock:
 
 
 def validate_lock(lock: Lock) -> Lock:
-    """Return the lock; raise LockError if a response of hub or registry broke the schema."""
+    """Return the lock; raise LockError if a response of the hub or a registry broke the schema."""
     data, where = to_yaml_data(lock, include_nulls=False), "the response of the hub or registry"
     problems = list(schema_problems(data, load_schema("lock"), lambda key: where))
     if problems:
@@ -68,7 +68,7 @@ class Names:
 
     def missing_in(self, lock: Lock) -> "Names":
         return Names(
-            frozenset(name for name in self.sources if lock.source(*name) is None),
+            frozenset(key for key in self.sources if lock.source(*key) is None),
             self.images - lock.images.keys(),
         )
 

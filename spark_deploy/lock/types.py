@@ -150,7 +150,7 @@ class Lock:
         )
 
     def has_result_for(self, names: VerifiedNames) -> bool:
-        """Return whether the lock already contains the result of this check."""
+        """Return whether the lock records ``names`` as verified, with the same fingerprint."""
         verified = self.names.get(names.build)
         return verified is not None and verified.fingerprint == names.fingerprint
 

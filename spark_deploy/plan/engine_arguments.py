@@ -198,7 +198,8 @@ def _adapter_options(model: Model) -> dict[str, Any]:
 
 def _extra_options(model: Model, profile: Profile) -> dict[str, Any]:
     options = {canonical_name(name): value for name, value in profile.options.items()}
-    if options.setdefault("kernel-config", {}) is not None:
+    options.setdefault("kernel-config", {})
+    if options["kernel-config"] is not None:
         defaults = dict(KERNEL_CONFIG)
         if "enable-flashinfer-autotune" in canonical_options(options):
             del defaults["enable_flashinfer_autotune"]  # the engine rejects both spellings together

@@ -374,7 +374,7 @@ def _indivisible_sizes(
     shape: Architecture, ranks: int, group: int, shared_group: int
 ) -> Iterator[str]:
     """Name the dimensions that cannot be split into ``ranks`` parts of whole groups."""
-    if shape.kv_heads % ranks and ranks % shape.kv_heads:  # fewer heads than ranks are repeated
+    if shape.kv_heads % ranks and ranks % shape.kv_heads:  # vLLM replicates fewer heads than ranks
         yield f"{shape.kv_heads} KV heads"
     heads = {"attention heads": shape.attention_heads}
     if (net := shape.linear_attention) is not None:

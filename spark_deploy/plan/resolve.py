@@ -239,7 +239,8 @@ def _memory_error(
             f"{fix or 'choose a smaller model'}"
         )
     if not usual and (count := _hosts_needed(settings, fits)):
-        risk = f"; users report freezes with a fraction above {_SAFE_FRACTION}" if changes else ""
+        freezes = f"freezes with engine.memory_fraction above {_SAFE_FRACTION}"
+        risk = f"; users report {freezes}" if changes else ""
         fix += f", or serve {model.name} on {count} hosts together (cluster.hosts){risk}"
     return PlanError.one(f"model {model.name} with profile {profile.name}", what, fix)
 

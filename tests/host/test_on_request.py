@@ -163,7 +163,7 @@ def test_failed_start_of_on_request_model_restarts_the_previous_model(guest):
 
 
 @pytest.mark.parametrize("step", ["stopping", "starting"])
-def test_next_request_finishes_the_model_switch_of_a_killed_relay(guest, step):
+def test_next_request_finishes_a_model_switch_that_a_killed_relay_started(guest, step):
     [model, *_] = [name for name in MODELS if name not in running(guest)]
     since = guest.run("date '+%F %T'")
     log = f"journalctl -q -o cat --since '{since}'"

@@ -3,7 +3,7 @@ import re
 
 import pytest
 
-from tests.unit.test_rooms import MODULES, none, tree_of
+from tests.unit.test_imports import MODULES, none, tree_of
 
 # Caches of values that depend only on code or checkout. The payload is read once, so that every
 # host of a run gets the same bytes.

@@ -138,9 +138,9 @@ def header_json_bytes(first: bytes, file_bytes: int, where: str) -> int:
 def parse_header(
     raw: bytes, file_bytes: int, where: str, interned: Mapping[str, str] | None = None
 ) -> Header:
-    """Validate the JSON part ``raw`` of a file of ``file_bytes`` and return the header.
+    """Validate and parse ``raw``, the JSON part of the header of a file of ``file_bytes`` bytes.
 
-    Names are replaced by equal string objects of ``interned``, to save memory.
+    To save memory, names that are keys of ``interned`` use the string objects of its values.
     """
     document = _parse_json(raw, where)
     metadata = document.pop(METADATA_KEY, None)

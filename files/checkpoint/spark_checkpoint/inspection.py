@@ -338,7 +338,7 @@ def format_report(data: Mapping[str, Any]) -> str:
         f"{data['source']}",
         f"  model      {data['model'] or 'no model_type in config.json'}",
         f"  recipe     {data['recipe']}",
-        f"  quantized  {quantization or 'not in config.json'}",
+        f"  quantized  {quantization or 'no quantization_config in config.json'}",
         f"  receipt    {data['receipt']}",
         f"  layers     {data['layers']} ({data['linear_layers']} linear attention), "
         f"{data['experts']} experts, hidden size {data['hidden']}",

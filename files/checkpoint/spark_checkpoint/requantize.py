@@ -355,8 +355,8 @@ def check_result(original: Checkpoint, result: Checkpoint) -> dict[str, Any]:
     wrong = {module: error for module, error in errors.items() if not error <= INT4_LIMIT}
     if wrong:
         module = max(wrong, key=lambda module: wrong[module])
-        difference = f"differs from the original's weight by {wrong[module]:.0%}"
-        raise ValidationError(module, f"{difference}; {len(wrong)} modules differ too much", _FIX)
+        difference = f"weights differ from the original model's by {wrong[module]:.0%}"
+        raise ValidationError(module, f"{difference}; {len(wrong)} modules exceed the limit", _FIX)
     mean = float(np.mean(list(errors.values())))
     error = {"modules": len(errors), "mean": mean, "worst": max(errors.values())}
     check_kept_experts(original, result)

@@ -36,9 +36,9 @@ _CAUSES = {
     "as in another version of the base",
     ".shared_expert.": "the shared experts are quantized differently, "
     "as in a hybrid or in another base",
-    ".mlp.experts.": "the number of experts or layers belongs to another model",
+    ".mlp.experts.": "the number of experts or layers does not match this model",
     "lm_head": "the head is quantized differently",
-    ".visual.": "the vision tower differs, as in a text-only checkpoint",
+    ".visual.": "the vision tower is different or missing, as in a text-only checkpoint",
 }
 _MTP_CAUSE = "the MTP tensors are quantized differently, or an earlier build lost them"
 _NAMES_FIX = (
@@ -137,7 +137,8 @@ def _check_shape(where: str, actual: tuple[int, ...], expected: tuple[int, ...])
         raise ValidationError(
             where,
             f"has shape {list(actual)}, but the plan's donor_shapes require {list(expected)}",
-            "use the repositories in the model file of the catalog, or correct donor_shapes there",
+            "use the repositories listed in the catalog's model file, "
+            "or correct donor_shapes in that file",
         )
 
 
@@ -179,7 +180,7 @@ def check_packable(name: str, tensor: Tensor, bits: int) -> None:
     elif tensor.shape[0] % codes_per_word:
         reason = f"has {tensor.shape[0]} outputs, expected a multiple of {codes_per_word}"
     if reason:
-        raise ValidationError(name, reason, "set head, shared_experts or drafter to keep")
+        raise ValidationError(name, reason, "set head, shared_experts or drafter to `keep`")
 
 
 def overlay_name(name: str) -> str:

@@ -173,7 +173,7 @@ def _check_content(
         begin = 0
         for piece in pieces:
             if storage.hash_file(path, progress.add, begin, piece.size_bytes) != piece.sha256:
-                problem = f"differs from the receipt in the piece from byte {begin}"
+                problem = f"does not match the receipt in the piece starting at byte {begin}"
                 break
             begin += piece.size_bytes
     else:

@@ -74,7 +74,7 @@ def daily(args: Args, paths: Paths) -> int:
     return code
 
 
-_CHECK = "[RELEASE] [--quick|--full|--deep] [--json], --record [FILE], --compare RELEASE"
+_CHECK = "[RELEASE] [--quick|--full|--deep] [--json] | --record [FILE] | --compare RELEASE"
 # verb: function (returns an exit code or a document), argument parser, help
 VERBS: dict[str, tuple[str, Callable[[Args, Paths], tuple[Any, ...]], str]] = {
     tool.STATUS: ("status:main", _all_args, "[--live]: print the state of this host as JSON"),
@@ -133,7 +133,10 @@ VERBS: dict[str, tuple[str, Callable[[Args, Paths], tuple[Any, ...]], str]] = {
     "on-request": ("relay:run", _no_args, "start services that requests wait for"),
     "watch": ("watch.watchdog:run", _parse_name, "RELEASE: watch the engine"),
     "daily": ("__main__:daily", _all_args, "inspect the host"),
-    tool.JOB: ("jobs:main", _all_args, "run D12 | poll [D12...] | end D12: run, print or end jobs"),
+    tool.JOB: (
+        "jobs:main", _all_args,
+        "run DIGEST | poll [DIGEST...] | end DIGEST: run, print or end jobs",
+    ),
     tool.IMAGE: (
         "image:main", _all_args,
         "[--layers LAYERS.json] REFERENCE [COMMAND...]: pull an image, then run a command",

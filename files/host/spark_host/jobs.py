@@ -351,5 +351,5 @@ def main(args: list[str], paths: Paths) -> int | list[JobState]:
             return 0
         case ["poll", *digests]:
             return poll(digests or all_digests(paths), paths)
-    usage = "run `spark-host job run D12`, `job end D12` or `job poll D12...`"
+    usage = "run `spark-host job run DIGEST`, `job end DIGEST` or `job poll DIGEST...`"
     raise HostToolError("job", f"invalid arguments {args}", usage, 2)

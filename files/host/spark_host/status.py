@@ -59,7 +59,7 @@ def main(args: list[str], paths: Paths) -> Status:
     # One call for all units, because every call is slow.
     patterns = [template.unit("*") for template in (SERVE, SWITCH, GATEWAY)]
     units = systemd.show_loaded(patterns, ["ActiveState", "InvocationID", "NRestarts", "Job"])
-    with ThreadPoolExecutor() as pool:  # engine, docker and driver may be slow
+    with ThreadPoolExecutor() as pool:  # the engine, docker and the driver may be slow
         running = [release for release in releases if _is_active(release, units)]
         running.sort(key=lambda release: release.service != MAIN_SERVICE)
         live_checks = pool.submit(
@@ -207,7 +207,7 @@ def read_evidence(paths: Paths) -> Evidence:
 
 def _engine_evidence(release: Release, host: Host) -> EngineEvidence:
     invocation_id = host.units.read_invocation_id(release.serve_unit) or ""
-    messages = list(logs.start_messages(read_log(release, invocation_id)))
+    messages = list(logs.startup_messages(read_log(release, invocation_id)))
     container = docker.inspect_container(release.container, 5) or {}
     rollout = host.disk.read(Rollout, host.paths.rollout(release.name))
     counts: dict[str, float | None] = {}

@@ -212,7 +212,7 @@ _LOADER = (
 _RUNTIMES = r"(DOCKER|BUILDKIT|BUILDX|COMPOSE|CONTAINERD|RUNC|NVIDIA)_.*"
 # Patterns of whole names.
 _REJECTED = {
-    _LOADER: ("this variable makes programs load or run other code", "put it into the image"),
+    _LOADER: ("this variable makes programs load or run other code", "put it in the image"),
     _RUNTIMES: (
         "docker and runtimes, which run as root, read this variable",
         "remove it: the plan configures the GPU",
@@ -236,9 +236,9 @@ def environment_problems(environment: Mapping[str, str]) -> Iterator[tuple[str, 
                 yield name, message, fix
         value = environment[name]
         if any(character in value for character in "\n\r\0"):
-            yield name, "has several lines", "write a single line"
+            yield name, "spans several lines", "write a single line"
         elif len(value.encode()) > _MAX_BYTES:
-            yield name, f"is longer than {_MAX_BYTES} bytes", "put it into a file of the image"
+            yield name, f"is longer than {_MAX_BYTES} bytes", "put it in a file in the image"
 
 
 ENVIRONMENT_NAMES = text_schema(

@@ -247,7 +247,7 @@ class FabricSettings:
     """Only measure: send up to 1 GB (2.5 seconds) from each host to the next over each cabled
     port."""
     restore: bool = False
-    """Restore the old network."""
+    """Restore the previous network configuration."""
 
     def address(self, index: int, network: str) -> str:
         parsed = ipaddress.IPv4Network(network)

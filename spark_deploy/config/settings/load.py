@@ -288,7 +288,7 @@ def _template_problem(text: str) -> str | None:
     if "messages" not in text or "{" not in text:
         return "does not use the `messages` variable"
     if text.startswith("-"):
-        return "starts with '-', like an option of the engine"
+        return "starts with '-', so the engine would parse it as an option"
     return None
 
 

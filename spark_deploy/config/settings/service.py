@@ -242,7 +242,7 @@ class ServeSettings:
     """Maximum seconds from a start to the first checked answer. The first start compiles kernels
     and loads 70 GB."""
     drain_s: int = Field(default=30, ge=0)
-    """Seconds that running requests get to finish before a change of release stops the engine."""
+    """Seconds that running requests get to finish before a release change stops the engine."""
 
     def names_of(self, model: str) -> tuple[str, ...]:
         return tuple(dict.fromkeys((*(self.names or (model,)), *self.defaults)))
@@ -349,7 +349,7 @@ class ServiceSettings(ModelAndProfile):
     """Paths that the main gateway routes to this service if a request names no model."""
     start: Literal["always", "on-request"] = "always"
     """on-request: the first request starts the service, and it stops when another service needs its
-    memory. On-request services share memory: only the largest counts."""
+    memory. On-demand services share memory: only the largest counts."""
     idle_stop_s: int = Field(default=0, ge=0, examples=[1800])
     """With on-request: seconds without a request before the service stops; 0: no limit."""
     engine: ServiceEngineSettings = Field(default_factory=ServiceEngineSettings)

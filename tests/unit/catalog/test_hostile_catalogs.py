@@ -107,7 +107,7 @@ def test_valid_documents_are_accepted(own):
 @example(text=encoded({**MODEL, "memory": {"runtime_gib": 10**30}}))
 @example(text=encoded({**MODEL, "changes": [{"set": {"limits": None}}]}))
 @example(text=encoded({**MODEL, "adapters": {"law": {"repository": "org/dense", "rank": 1}}}))
-def test_any_model_file_is_planned_or_rejected(own, text):
+def test_every_model_file_yields_a_plan_or_is_rejected(own, text):
     check_plan(own, json.loads(text), {**PROFILE, "speculation": None}, ANATOMY)
 
 
@@ -116,7 +116,7 @@ def test_any_model_file_is_planned_or_rejected(own, text):
 @example(text=encoded({**PROFILE, "options": {"block-size": 10**30}}))
 @example(text=encoded({**PROFILE, "options": {"block-size": 0}}))
 @example(text=encoded({**PROFILE, "kv_cache": {"size_gib": 1e-9}}))
-def test_any_profile_file_is_planned_or_rejected(own, text):
+def test_every_profile_file_yields_a_plan_or_is_rejected(own, text):
     check_plan(own, {**MODEL, "adapters": {}}, json.loads(text), ANATOMY)
 
 
@@ -127,7 +127,7 @@ def test_any_profile_file_is_planned_or_rejected(own, text):
 )
 @example(text=encoded({**READ, "cache": [{"kind": "full", "layers": 1}]}), bits="auto")
 @example(text=encoded({**READ, "weights": {"BF16": 2**62}}), bits="auto")
-def test_any_lock_file_is_planned_or_rejected(own, locked, text, bits):
+def test_every_lock_file_yields_a_plan_or_is_rejected(own, locked, text, bits):
     path = own / "lock.yml"
     data = {**yaml.safe_load(locked), "anatomies": {"org/dense": json.loads(text)}}
     path.write_text(json.dumps(data))

@@ -205,7 +205,7 @@ def test_full_check_finds_a_flipped_byte(scene, layout):
     done = run_tool("verify", scene.out, "--full", check=False)
     assert done.returncode == 5
     if layout == "full":
-        begin = int(re.search(r"in the piece from byte (\d+)", done.stderr)[1])
+        begin = int(re.search(r"in the piece starting at byte (\d+)", done.stderr)[1])
         assert 0 < begin <= shard.stat().st_size - 100
 
 

@@ -45,7 +45,7 @@ CAUSES = {
 
 
 @pytest.mark.parametrize("part", [*tensor_sets._CAUSES, "mtp"])
-def test_name_error_states_the_likely_cause(part):
+def test_name_error_includes_the_likely_cause(part):
     cause = tensor_sets._CAUSES.get(part, tensor_sets._MTP_CAUSE)
     assert re.search(r", likely ([^;]+); fix: ", name_error([CAUSES[part]]))[1] == cause
 

@@ -320,7 +320,7 @@ def test_rejects_hybrid_that_differs_from_donor(hybrid, case):
     assert problem in refused(hybrid, **hybrid.choices)
 
 
-def test_rejects_int4_base_as_hybrid(workshop):
+def test_rejects_int4_base_passed_as_hybrid_checkpoint(workshop):
     message = refused(workshop, shared_experts="fp8-base", layout="full")
     assert f"missing {len(workshop.modules)} " in message
 

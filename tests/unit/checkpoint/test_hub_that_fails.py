@@ -262,7 +262,7 @@ def test_redirects_never_leave_https_or_use_other_schemes(address, location):
         _resolve_redirect(address, location)
 
 
-def test_message_about_a_refused_connection_contains_no_python_objects(scene):
+def test_connection_refused_message_contains_no_python_reprs(scene):
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         scene.write_order(f"http://127.0.0.1:{bound.getsockname()[1]}")

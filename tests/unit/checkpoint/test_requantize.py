@@ -229,7 +229,7 @@ EXPERT = "model.language_model.layers.1.mlp.experts.3"
 @pytest.mark.parametrize(
     ("change", "packs_drafter", "problem"),
     [
-        (swap_experts(EXPERT), False, "differs from the original's weight by 14"),
+        (swap_experts(EXPERT), False, "weights differ from the original model's by 14"),
         pytest.param(swap_experts(f"{EXPERTS}.3"), True, f"{EXPERTS}.3", marks=pytest.mark.slow),
         (flip_bit, False, "differs from the original"),
         (lambda tensors: tensors.pop("mtp.fc.weight"), False, "missing 1"),

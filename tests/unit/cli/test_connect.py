@@ -79,8 +79,7 @@ def test_connect_sends_clients_of_a_cluster_to_the_head(site, capsys):
     assert "http://127.0.0.1:8000/v1" in capsys.readouterr().out
     assert main(["connect", "spark-2"]) == 1
     assert (
-        "spark-2: is a worker of a cluster; only the head spark-1 answers"
-        in capsys.readouterr().err
+        "spark-2: is a worker of a cluster; only the head spark-1 serves" in capsys.readouterr().err
     )
 
 

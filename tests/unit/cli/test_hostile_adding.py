@@ -76,7 +76,7 @@ def draft_with(hub, end, answer):
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_any_hub_response_gives_a_draft_or_one_reported_problem(hub, data):
+def test_any_hub_response_yields_a_draft_model_or_a_single_error(hub, data):
     end, text = data.draw(st.sampled_from(sorted(answers_of(hub).items())))
     assert draft_with(hub, end, data.draw(hostile(text))).get("kind", "plain") == "plain"
 
@@ -147,7 +147,7 @@ def test_invalid_hub_responses_are_rejected(hub, case):
 
 
 @pytest.mark.parametrize("case", [quick_or_slow(name) for name in ACCEPTED])
-def test_unusual_hub_responses_give_a_valid_file(hub, case):
+def test_unusual_hub_responses_yield_a_valid_file(hub, case):
     end, answer = ACCEPTED[case]
     assert draft_with(hub, end, answer(hub))["repository"] == REPO
 

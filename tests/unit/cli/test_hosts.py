@@ -31,7 +31,7 @@ def test_every_host_without_access_is_reported(hosts):
     assert "spark-deploy up" in strange.fix
 
 
-def test_local_machine_has_no_access_if_sudo_needs_a_password(monkeypatch):
+def test_local_machine_is_not_accessible_if_sudo_needs_a_password(monkeypatch):
     probed: list[Endpoint] = []
     monkeypatch.setattr(cli_hosts.host_keys, "query_host_key", probed.append)
     monkeypatch.setattr(cli_hosts.login, "try_key", lambda endpoint: LoginResult(True, False))

@@ -72,7 +72,7 @@ def test_the_plan_of_a_cluster_sends_clients_to_the_head(spark_deploy, tmp_path)
     _, out, _ = spark_deploy(*PLAN, "sparks.py")
     head, worker = (line for line in out.splitlines() if line.startswith("  serves "))
     assert "at http://127.0.0.1:8000/v1 (the host itself), together with spark-2" in head
-    assert worker.endswith("qwen3.5-122b together with spark-1, which answers clients")
+    assert worker.endswith("qwen3.5-122b together with spark-1, which serves clients")
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_update_with_json_prints_the_lock_file(spark_deploy, tmp_path):
 
 
 @pytest.mark.parametrize("is_own", [True, False])
-def test_the_default_inventory_is_in_the_directory_or_the_checkout(
+def test_default_inventory_is_found_in_the_current_directory_or_the_checkout(
     spark_deploy, lock_path, monkeypatch, is_own
 ):
     if is_own:

@@ -182,7 +182,7 @@ def written(data, name):
 @pytest.mark.slow
 @settings(max_examples=1000, deadline=None)
 @given(place=st.sampled_from([(name, key) for name in READ for key in READ[name]]), value=YAML)
-def test_any_recipe_value_gives_a_draft_or_one_reported_problem(place, value):
+def test_any_recipe_yields_a_draft_model_or_a_single_error(place, value):
     name, key = place
     text, problems = written({**READ[name], key: value}, name)
     assert all(problem.line.isprintable() for problem in problems)

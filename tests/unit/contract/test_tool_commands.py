@@ -9,7 +9,7 @@ import spark_host.__main__ as host
 from spark_contract import job, release, tool
 
 from spark_deploy.config.checkout import CHECKOUT
-from tests.unit.test_rooms import MODULES, nodes_of
+from tests.unit.test_imports import MODULES, nodes_of
 
 COMMAND = re.compile(rf"{tool.TOOL} ([a-z]+(?:-[a-z]+)*)")
 
@@ -59,16 +59,16 @@ def test_host_commands_import_only_their_module():
 def test_host_command_lines_are_built_only_by_the_contract():
     literal_commands = {
         str(path.relative_to(CHECKOUT))
-        for room in ("spark_deploy", "roles", "deploys")
-        for path in (CHECKOUT / room).rglob("*.py")
+        for folder in ("spark_deploy", "roles", "deploys")
+        for path in (CHECKOUT / folder).rglob("*.py")
         if re.search(rf"HOST_TOOL\}} [a-z]|/bin/{tool.TOOL} [a-z]", path.read_text("utf-8"))
     }
     assert literal_commands == set()
 
 
-@pytest.mark.parametrize("room", ["spark_deploy", "files", "roles", "deploys", "docs", "README.md"])
-def test_messages_and_docs_refer_to_existing_commands(room):
-    place = CHECKOUT / room
+@pytest.mark.parametrize("name", ["spark_deploy", "files", "roles", "deploys", "docs", "README.md"])
+def test_messages_and_docs_refer_to_existing_commands(name):
+    place = CHECKOUT / name
     pages = [place] if place.is_file() else [*place.rglob("*.py"), *place.rglob("*.md")]
     result = {
         (word, str(page.relative_to(CHECKOUT)))

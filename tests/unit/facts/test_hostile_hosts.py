@@ -70,7 +70,7 @@ def hostile_output(draw, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(FACTS))
-def test_any_host_output_gives_a_value_or_one_error(name):
+def test_any_host_output_yields_a_value_or_a_single_error(name):
     fact = FACTS[name]()
 
     @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.data_too_large])

@@ -101,7 +101,7 @@ FAULTS: dict[str, tuple[Callable[[ServingHost], Any], str, str]] = {
         lambda s: s.receipt.write_text(source_receipt()), "checkpoint", "damaged or empty"
     ),
     "empty receipt": (lambda s: s.receipt.write_text(""), "checkpoint", "damaged or empty"),
-    "old proof": (lambda s: s.write_proof(days_ago(90)), "proof", "was proven 90 days ago"),
+    "old proof": (lambda s: s.write_proof(days_ago(90)), "proof", "last check 90 days ago"),
     "no proof": (lambda s: s.host.paths.proof(RELEASE).unlink(), "proof", "without a proof"),
 }  # fmt: skip
 
@@ -142,7 +142,7 @@ def test_healthy_host_has_no_problems(serving):
     assert serving.inspect() == []
 
 
-def test_status_includes_daily_problems(serving):
+def test_status_includes_problems_found_by_the_daily_checks(serving):
     serving.clock_synchronised = "no"
     assert daily.main([], serving.host.paths) == 0
     [stored] = serving.host.here.disk.read(DailyReport, serving.host.paths.daily).problems

@@ -168,7 +168,7 @@ def test_container_runs_as_numeric_user(host):
     assert option < argv.index("spark-vllm:stub")
 
 
-def test_error_for_a_missing_account_states_the_fix(host):
+def test_error_for_a_missing_account_includes_the_fix(host):
     release = host.release(engine__user="spark-absent")
     with pytest.raises(HostToolError, match=r"spark-absent[\s\S]*systemd-sysusers"):
         container.docker_argv(release, host.paths)

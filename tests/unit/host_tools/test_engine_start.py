@@ -40,7 +40,7 @@ def test_multiline_template_is_a_single_argument(host):
     assert container.docker_argv(release, host.paths)[-1] == template
 
 
-def test_engine_does_not_start_without_a_passed_gpu_check(host, monkeypatch):
+def test_engine_does_not_start_unless_gpu_check_passed(host, monkeypatch):
     monkeypatch.setattr(docker, "is_up", lambda: True)
     host.release()
     host.paths.gpu_receipt.unlink()

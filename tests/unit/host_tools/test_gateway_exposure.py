@@ -105,7 +105,7 @@ def test_reload_applies_a_renewed_certificate(client):
     assert difference(client) is None
 
 
-def test_invalid_certificate_keeps_the_running_gateway(client):
+def test_gateway_keeps_running_if_the_new_certificate_is_invalid(client):
     tls = write_certificate(client.host.paths)
     tls["key"] = write_certificate(client.host.paths, "other")["key"]
     with pytest.raises(HostToolError, match="nginx rejects"):

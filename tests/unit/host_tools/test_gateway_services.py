@@ -237,7 +237,7 @@ def test_rejects_body_over_the_limit(services):
     assert services.received() == {}
 
 
-def test_removes_stored_bodies_after_the_request(services):
+def test_buffered_request_bodies_are_deleted_after_the_request(services):
     folder = services.host.paths.gateway_bodies("main") / "body"
     for _ in range(3):
         assert services.status(CHAT, {"messages": ["x" * MIB], "model": "ranker"}) == 200

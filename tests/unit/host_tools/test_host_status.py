@@ -193,7 +193,7 @@ GIB = 1 << 30
 
 
 def test_reads_kernels_times_and_sizes_from_the_start_log():
-    messages = list(logs.start_messages(LOG.splitlines()))
+    messages = list(logs.startup_messages(LOG.splitlines()))
     lines = logs.kernel_lines(messages)
     assert [line.split()[1] for line in lines] == [
         "Triton/FLA", "CutlassFp8BlockScaledMMKernel", "FlashInferCutlassNvFp4LinearKernel",

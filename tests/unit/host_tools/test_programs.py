@@ -136,7 +136,7 @@ def test_python_programs_do_not_inherit_our_variables(tmp_path, monkeypatch):
         ("No", "run `journalctl -u x.service`"),
     ],
 )
-def test_error_of_a_failed_unit_change_states_the_fix(tmp_path, monkeypatch, message, fix):
+def test_error_of_a_failed_unit_change_includes_the_fix(tmp_path, monkeypatch, message, fix):
     write_program(tmp_path / "systemctl", f"echo {message} >&2; exit 1")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(HostToolError) as refused:

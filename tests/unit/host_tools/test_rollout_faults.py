@@ -336,7 +336,7 @@ def test_warnings_are_reported_after_a_rollout():
 
 
 @pytest.mark.parametrize("call", [None, "stop", "disable"])
-def test_retired_service_is_stopped_and_disabled_at_boot(sim, call):
+def test_retired_service_is_stopped_and_does_not_start_at_boot(sim, call):
     if call:
         sim.faults_at = {call: ["fail"]}
         with pytest.raises(HostToolError):

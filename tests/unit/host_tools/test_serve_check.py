@@ -216,7 +216,7 @@ def serve_with(host, plan, fault=""):
 @pytest.mark.parametrize(
     ("plan", "names", "live"),
     [
-        (EMBEDDING, {"embedding", "embedding in a batch"}, "numbers"),
+        (EMBEDDING, {"embedding", "embedding in a batch"}, "dimensions"),
         (RANKING, {"ranking"}, "the correct document"),
         (CLASSES, {"classes"}, "classes"),
         (COMPLETION, {"first answer", "stream", "repeat", "parallel"}, ""),
@@ -243,8 +243,8 @@ def test_healthy_model_of_any_task_passes_its_checks(host, plan, names, live):
     [
         (EMBEDDING, "garbage", "embedding", "is not closer"),
         (EMBEDDING, "nan", "embedding", "not a finite number"),
-        ({**EMBEDDING, "width": 96}, "", "embedding", "128 numbers, but the model's width is 96"),
-        (EMBEDDING, "mixes-up", "embedding in a batch", "another embedding in a batch"),
+        ({**EMBEDDING, "width": 96}, "", "embedding", "128 dimensions, but the model"),
+        (EMBEDDING, "mixes-up", "embedding in a batch", "different embedding in a batch"),
         (RANKING, "garbage", "ranking", "the correct document scored 1.000, the other 1.000"),
         (CLASSES, "garbage", "classes", "identical class probabilities"),
         (CLASSES, "nan", "classes", "invalid probabilities"),

@@ -136,7 +136,7 @@ def test_rejects_incompatible_model_and_profile_before_connecting(repository, po
 @pytest.mark.parametrize("name", ["rollback", "rotate_key", "unbootstrap", "uninstall"])
 def test_deploys_that_need_no_plan_accept_incompatible_model_and_profile(name):
     arguments = {"operations": (str(CHECKOUT / f"deploys/{name}.py"),)}
-    assert not command_line.must_serve(arguments)
+    assert not command_line.requires_valid_models(arguments)
 
 
 def test_reports_closed_connection_in_one_line(repository):

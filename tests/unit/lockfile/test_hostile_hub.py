@@ -87,7 +87,7 @@ def test_retries_public_repository_without_token_if_it_has_expired(hub):
 @example(answer=json.dumps({**ANSWER, "sha": "\ud7fc"}).encode())
 @example(answer=json.dumps({**ANSWER, "siblings": {"a": 1}}).encode())
 @example(answer=json.dumps({**ANSWER, "id": "other/repo"}).encode())
-def test_any_hub_response_gives_valid_lock_or_reported_problem(hub, answer):
+def test_any_hub_response_yields_a_valid_lock_or_a_single_error(hub, answer):
     hub.fault = lambda handler, path, data: handler.serve(answer) or True
     path = hub.root / "spark.lock.yml"
     try:

@@ -137,7 +137,7 @@ KEYS = {"anna": NamedKey("0" * 64, 4, None, None)}
         (KEYS, True, "changed settings", False, True),
     ],
 )  # fmt: skip
-def test_changed_named_keys_write_only_the_keys_and_reload_running_gateways(
+def test_changing_named_keys_rewrites_only_the_keys_and_reloads_running_gateways(
     before, active, difference, puts, reloads
 ):
     deployed = replace(PLAN.settings, expose="lan", keys=before)

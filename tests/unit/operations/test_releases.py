@@ -51,7 +51,7 @@ def test_finished_rollback_runs_no_command():
     assert host.noops == ["it has replaced B"]
 
 
-def test_impossible_rollback_is_rejected_and_predicts_no_change():
+def test_impossible_rollback_is_rejected_without_predicted_changes():
     problem = {"where": "main", "what": "was stopped on purpose", "fix": "start it first"}
     result = {"from": FORMER, "to": None, "problem": problem}
     [command] = roll_back(rollback_host(**result))
@@ -269,7 +269,7 @@ def test_servers_start_in_parallel_only_where_no_service_can_be_interrupted(
     ("active", "operation", "refused"),
     [(None, serve.start_service, False), (OLD, serve.roll_out, True)],
 )
-def test_failed_host_prevents_rollouts_but_not_first_starts(active, operation, refused):
+def test_failed_host_blocks_rollouts_but_not_initial_deploys(active, operation, refused):
     host = after_failure(serving(active=active, known_good=active), FakeHost(name="first"))
     [command] = run_operation(host, operation, PLAN, 60)
     assert ("because first failed first" in command) == refused

@@ -215,7 +215,7 @@ def test_profile_based_on_another_does_not_inherit_its_claims(checkout):
     assert (own.shared_experts, own.limits) == (base.shared_experts, base.limits)
 
 
-def test_based_on_requires_a_complete_base_and_a_new_description(checkout):
+def test_based_on_key_requires_a_complete_base_and_a_new_description(checkout):
     write_profile(checkout, "one", based_on="v2", summary="s", choose_when="c")
     write_profile(checkout, "two", based_on="one", summary="s", choose_when="c")
     write_profile(checkout, "bare", based_on="v2")

@@ -40,14 +40,14 @@ def test_detects_register_spills_and_too_much_shared_memory():
     assert kernels.compile_head(LARGE).shared_bytes > kernels.SHARED_BYTES
 
 
-def test_image_check_notes_compiled_kernels():
+def test_image_check_reports_compiled_kernels():
     assert kernels.compile_kernels() == (
         [],
         [f"{len(TILES) + 1} LM head kernels compiled for a Spark"],
     )
 
 
-def test_kernel_check_rejects_too_large_tile_and_notes_spills(monkeypatch):
+def test_kernel_check_rejects_oversized_tile_and_reports_register_spills(monkeypatch):
     monkeypatch.setattr(kernels, "read_table", lambda: {"12.1": (LARGE,)})
     [problem], _ = kernels.compile_kernels()
     assert "head to any rows" in problem

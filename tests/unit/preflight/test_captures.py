@@ -159,24 +159,24 @@ def test_counts_faults_in_kernel_logs(name):
     assert logs.parse_kernel_faults(read(name)) == {**none, **KERNEL_FAULTS[name]}
 
 
-def start_messages(name):
-    return list(logs.start_messages(read(name).splitlines()))
+def startup_messages(name):
+    return list(logs.startup_messages(read(name).splitlines()))
 
 
 def test_reads_kv_cache_and_kernels_from_engine_logs():
-    one_spark = start_messages("vllm-log--kv-cache-one-spark-qwen3.6-35b--03.txt")
+    one_spark = startup_messages("vllm-log--kv-cache-one-spark-qwen3.6-35b--03.txt")
     assert logs.kv_cache_tokens(one_spark) == 1_253_392
     assert logs.sizes_bytes(one_spark)["kv_cache"] == int(52.66 * (1 << 30))
     assert logs.times_s(one_spark)["profile"] == 2.55
     assert [line for line in logs.kernel_lines(one_spark) if "cudagraph_mode=PIECEWISE" in line]
-    two_sparks = start_messages("vllm-log--kv-cache-fixed-bytes-two-sparks--01.txt")
+    two_sparks = startup_messages("vllm-log--kv-cache-fixed-bytes-two-sparks--01.txt")
     assert logs.kv_cache_tokens(two_sparks) == 652_465
     assert logs.kernel_lines(two_sparks) == ()
-    kernels = logs.kernel_lines(start_messages("vllm-log--kernel-selection-nvfp4--01.txt"))
+    kernels = logs.kernel_lines(startup_messages("vllm-log--kernel-selection-nvfp4--01.txt"))
     assert [line.split()[1] for line in kernels] == [
         "FlashInferCutlassNvFp4LinearKernel", "CutlassFP8ScaledMMLinearKernel",
     ]  # fmt: skip
-    complete = start_messages("vllm-log--startup-complete--01.txt")
+    complete = startup_messages("vllm-log--startup-complete--01.txt")
     assert not [line for line in complete if "127.0.0.1" in line]
 
 

@@ -57,7 +57,7 @@ def test_addresses_next_to_punctuation_are_redacted(address, before, after):
 
 
 @pytest.mark.parametrize("login", ["ann:pa$$word", "ann:s%23cret!", "token"])
-def test_logins_in_addresses_are_redacted(login):
+def test_credentials_in_urls_are_redacted(login):
     assert redact_text(f"https://{login}@hub.example/x") == "https://<redacted>@hub.example/x"
 
 

@@ -159,7 +159,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("text", "reason"), WRONG.items(), ids=lambda text: repr(text)[:60])
-def test_settings_errors_state_location_cause_and_fix(root, text, reason):
+def test_settings_errors_include_location_cause_and_fix(root, text, reason):
     write(root, "group_vars/spark.yml", text + "\n")
     message = refused(root)
     assert "group_vars/spark.yml" in message

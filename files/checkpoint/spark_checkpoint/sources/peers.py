@@ -174,18 +174,18 @@ def copy_from_peer(
     Return whether a copy succeeded. Files and receipt come from a host that may be hostile.
     """
     transfer = TransferOptions(tries=2, token_file=copies.key_file, timeout_s=_TIMEOUT_S)
-    for peer in copies.trees:
-        url = f"{tree_url(peer.url, copies.digest)}/files/"
+    for tree in copies.trees:
+        url = f"{tree_url(tree.url, copies.digest)}/files/"
         try:
-            client = HttpClient(transfer, (peer.url,), direct=True)
-            receipt = _read_receipt(client, url + RECEIPT_NAME, peer.receipt_sha256, plan, kind)
+            client = HttpClient(transfer, (tree.url,), direct=True)
+            receipt = _read_receipt(client, url + RECEIPT_NAME, tree.receipt_sha256, plan, kind)
             result_dir.mkdir()
             copy(transfer, url, receipt)
         except (BuilderError, OSError, ValueError) as error:
             note(f"copy: {error}")
             shutil.rmtree(result_dir, ignore_errors=True)
             continue
-        note(f"{plan.out_dir}: copied from {peer.url}")
+        note(f"{plan.out_dir}: copied from {tree.url}")
         return True
     return False
 

@@ -27,27 +27,30 @@ def check_embedding(probe: Probe) -> str:
     vectors = [_vector(item) for item in items]
     sizes = {len(vector) for vector in vectors}
     if len(vectors) != 3 or len(sizes) != 1:
-        raise CheckError(f"three texts gave {len(vectors)} embeddings of {sorted(sizes)} numbers")
+        raise CheckError(
+            f"three texts gave {len(vectors)} embeddings of {sorted(sizes)} dimensions"
+        )
     width = probe.plan.width
     if width is not None and sizes != {width}:
-        text = f"an embedding has {sizes.pop()} numbers, but the model's width is {width}"
+        text = f"an embedding has {sizes.pop()} dimensions, but the model's width is {width}"
         raise CheckError(text)
     near, far = (_cosine(vectors[0], other) for other in vectors[1:])
     if not near > far:
         text = f"a similar text (cosine {near:.3f}) is not closer than a different text ({far:.3f})"
         raise CheckError(text)
-    return f"{len(vectors[0])} numbers; cosine {near:.3f} for similar and {far:.3f} for other texts"
+    cosines = f"cosine {near:.3f} for a similar text and {far:.3f} for a different text"
+    return f"{len(vectors[0])} dimensions; {cosines}"
 
 
 def check_embedding_repeat(probe: Probe) -> str:
     alone = _query(probe, EMBEDDINGS, {"input": [_QUESTION]})
     batch = _query(probe, EMBEDDINGS, {"input": [_FAR, _QUESTION, _NEAR]})
-    first, second = _vector(alone[0]), _vector((batch + [None] * 2)[1])
+    first, second = _vector(alone[0]), _vector(batch[1] if len(batch) > 1 else None)
     cosine = _cosine(first, second) if len(first) == len(second) else 0.0
     if cosine < 0.99:
-        text = f"a text has another embedding in a batch than alone (cosine {cosine:.3f})"
+        text = f"a text gets a different embedding in a batch than on its own (cosine {cosine:.3f})"
         raise CheckError(text)
-    return f"a text has the same embedding in a batch and alone (cosine {cosine:.4f})"
+    return f"a text gets the same embedding in a batch and on its own (cosine {cosine:.4f})"
 
 
 def check_ranking(probe: Probe) -> str:

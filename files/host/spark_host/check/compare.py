@@ -199,7 +199,7 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def _record_answers(file: str | None, host: Host) -> Answers:
-    """Store the answers of the running release, by default to the check's prompts."""
+    """Record how the running release answers the prompts in ``file`` (default: the check's)."""
     release = host.disk.load_release(boot.only_active_release(host), host.paths)
     # The caller's working directory.
     folder = Path(os.environ.get("SPARK_CALLED_FROM", ""))

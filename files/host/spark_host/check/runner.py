@@ -151,7 +151,7 @@ def read_log(release: Release, invocation_id: str) -> list[str]:
 
 
 def _read_cache_count(probe: Probe) -> CacheCount | None:
-    messages = list(logs.start_messages(probe.read_log()))
+    messages = list(logs.startup_messages(probe.read_log()))
     tokens = logs.kv_cache_tokens(messages)
     fixed_bytes = probe.release.engine.kv_cache_bytes
     size_bytes = fixed_bytes or logs.sizes_bytes(messages).get("kv_cache")
@@ -252,7 +252,7 @@ def wait_until_joined(membership: Membership, report: Report) -> Finding:
 
 
 def wait_for_head(membership: Membership, report: Report) -> Finding:
-    """Wait until the head has proven the release, because then the watchdog accepts connections."""
+    """Wait until the head has verified the release; then its watchdog accepts connections."""
     release = membership.release
     limit_s = release.timeouts.start_s + 2 * release.check.timeout_s
 
@@ -261,8 +261,8 @@ def wait_for_head(membership: Membership, report: Report) -> Finding:
             return False, problem
         members = release.cluster
         if members is None or cluster.responds(members.head, members, refusal_counts=False):
-            return True, "the head has proven the release"
-        message = f"the head did not prove the release within {limit_s:.0f} s"
+            return True, "the head has verified the release"
+        message = f"the head did not verify the release within {limit_s:.0f} s"
         return (False, message) if waited > limit_s else None
 
     return _wait("head", "head", poll, report, lambda _: "waiting for the head")

@@ -110,7 +110,7 @@ def _busy_jobs(jobs: dict[str, Job], paths: Paths) -> set[str]:
 def _needed_folders(
     keep: KeepList, kept: Iterable[str], busy: set[str], jobs: dict[str, Job], paths: Paths
 ) -> set[Path]:
-    """Return folders that the plan, kept releases or busy jobs use."""
+    """Return folders that the plan, kept releases or busy jobs use, and bases for repairs."""
     needed = {paths.below(path) for path in keep.folders}
     for release in (load_release(name, paths) for name in kept):
         needed.add(paths.below(release.tree.path))
@@ -119,7 +119,7 @@ def _needed_folders(
         names = (name, *(after for after in jobs[name].after if after in jobs))
         needed |= {path for n in names if (path := resources.result_folder(jobs[n], paths))}
     for tree in list(needed):
-        # A checkpoint is repaired from the base.
+        # To repair a checkpoint, a job reads its base.
         receipt = receipts.find_receipt(tree)
         if isinstance(receipt, receipts.CheckpointReceipt):
             needed.add(paths.below(receipt.plan.base_dir))

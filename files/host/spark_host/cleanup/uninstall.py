@@ -168,7 +168,7 @@ def _data_items(footprint: Footprint, paths: Paths) -> Iterator[ManagedItem]:
     jobs = resources.known_jobs(paths)
     sources, caches = paths.below(footprint.sources_dir), paths.below(footprint.cache_dir)
     parents = {("tree", paths.below(footprint.models_dir)), ("source", sources)}
-    # Earlier settings may have put checkpoints into other folders, which jobs list.
+    # With earlier settings, jobs may have put checkpoints into other folders.
     for job in jobs.values():
         folder = resources.result_folder(job, paths)
         if folder and folder.parent.is_dir() and folder.parent != sources:
@@ -344,4 +344,4 @@ def _remove_baseline(name: str) -> None:
 def _run(*argv: str) -> None:
     result = run_program(argv, 60)
     if result.returncode != 0:
-        raise HostToolError(" ".join(argv), result.stderr.strip(), "fix the cause, then run again")
+        raise HostToolError(" ".join(argv), result.stderr.strip(), "fix the cause, then retry")

@@ -46,7 +46,7 @@ _SIZES = {
 _TOKENS = re.compile(r"\b[GC]PU KV cache size: ([\d,]+) tokens")
 
 
-def start_messages(lines: Iterable[str]) -> Iterator[str]:
+def startup_messages(lines: Iterable[str]) -> Iterator[str]:
     for line in lines:
         if _STARTED in line:
             return

@@ -47,7 +47,7 @@ def reload(service: str, paths: Paths) -> int:
     old_workers = _worker_pids(master)
     os.kill(master, signal.SIGHUP)
     wait_until_listening(service, paths, old_workers)
-    _enable_on_request(settings, paths)
+    _enable_on_demand_starts(settings, paths)
     return 0
 
 
@@ -67,11 +67,11 @@ def start_or_reload(release: Release, paths: Paths) -> None:
         systemd.run_systemctl("enable", "--now", settings.unit)
     elif not is_current(settings, paths):
         reload(release.service, paths)
-    _enable_on_request(settings, paths)
+    _enable_on_demand_starts(settings, paths)
 
 
-def _enable_on_request(settings: Gateway, paths: Paths) -> None:
-    """Enable the process that starts on-demand services if the main gateway has any."""
+def _enable_on_demand_starts(settings: Gateway, paths: Paths) -> None:
+    """Enable the unit that starts on-demand services if the main gateway has any."""
     enabled = (paths.boot_links / units.ON_REQUEST_UNIT).is_symlink()
     if settings.service == units.MAIN_SERVICE and enabled != bool(settings.on_request):
         verb = "disable" if enabled else "enable"

@@ -257,7 +257,7 @@ def read_proof(release: str, host: Host) -> Proof | None:
 
 
 def write_proof(proof: Proof, host: Host) -> None:
-    """Write a proof, but do not replace a passed proof of the same run with a quick check."""
+    """Write a proof; a passed quick check does not replace a passed check of the same run."""
     before = read_proof(proof.release, host)
     full = before.last_full if before else None
     if proof.ok and proof.level != "quick":

@@ -84,7 +84,7 @@ def _find_obstacle(release: Release, host: Host, record: Record) -> HostToolErro
 
 
 def _passes_check(release: Release, host: Host, record: Record) -> bool:
-    """Check a release that already runs; return ``False`` if it must be restarted."""
+    """Check a release that is already running; return ``False`` if it must be restarted."""
     try:
         if not steps.is_proven(release, host):
             with record.phase("check"):

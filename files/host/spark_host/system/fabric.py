@@ -239,10 +239,11 @@ def _is_configured(port: status.FabricPort) -> bool:
 
 
 def _show_link(port: status.FabricPort) -> Any:
-    for link in json.loads(_ip("-j", "address", "show", "dev", port.interface) or "[]"):
-        return link
-    fix = "list the interfaces (`ip link`), then set fabric.interfaces"
-    raise HostToolError(port.interface, "no such interface", fix)
+    links = json.loads(_ip("-j", "address", "show", "dev", port.interface) or "[]")
+    if not links:
+        fix = "list the interfaces (`ip link`), then set fabric.interfaces"
+        raise HostToolError(port.interface, "no such interface", fix)
+    return links[0]
 
 
 def _ip(*args: str) -> str:

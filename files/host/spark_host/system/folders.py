@@ -68,7 +68,8 @@ def _run(*argv: str) -> bool:
 def measure(folder: Path, max_bytes: int, max_files: int) -> tuple[int, int]:
     """Return a folder's size in bytes and its file count; stop once either limit is exceeded.
 
-    Files in paths above the kernel's limit cannot be counted, so they exceed the limits, too.
+    Files whose paths are longer than PATH_MAX cannot be counted, so a folder that contains such a
+    file counts as larger than ``max_bytes``.
     """
     size = count = 0
     pending = [os.fspath(folder)]

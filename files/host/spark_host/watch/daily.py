@@ -131,7 +131,7 @@ def _disks(running: list[Release], paths: Paths) -> Iterator[Problem]:
             yield Problem("disk", message, "run `spark-deploy prune`, or see `df -h`")
         if stats.f_files and stats.f_favail < FREE_INODES_SHARE * stats.f_files:
             message = f"{stats.f_favail} of {stats.f_files} inodes are free on the disk of {folder}"
-            fix = "run `du --inodes -x / | sort -n` to find the directory with many files"
+            fix = "run `du --inodes -x / | sort -n` to find the directories with the most files"
             yield Problem("disk", message, fix)
 
 
@@ -174,7 +174,7 @@ def _stale_proof_problems(running: list[Release], host: Host) -> Iterator[Proble
         if age_s is None:
             yield Problem("proof", f"{release.name} runs without a proof", "run `spark-check`")
         elif age_s > PROOF_DAYS * _DAY_S:
-            message = f"{release.name} was proven {age_s / _DAY_S:.0f} days ago"
+            message = f"{release.name} passed its last check {age_s / _DAY_S:.0f} days ago"
             yield Problem("proof", message, "run `spark-check`")
 
 
@@ -192,7 +192,8 @@ def _damaged_documents(paths: Paths) -> Iterator[Problem]:
 
 def _document_fix(path: Path, paths: Paths) -> str:
     if path.name == "before.json":
-        return "restore the file from a backup, or uninstall will keep packages and settings"
+        keeps = "without it, `uninstall` leaves packages and settings in place"
+        return f"restore the file from a backup; {keeps}"
     if path == paths.release(path.parent.name):
         return f"run the deploy; if the plan has no such release, run `rm -r {path.parent}`"
     return f"run `rm {path}`, then deploy again to write a new file"
@@ -272,9 +273,8 @@ def _verify_part(part: _Part) -> Problem | None:
     except OSError as error:
         return _damage_problem(part, f"cannot be read ({error.strerror})")
     if digest.hexdigest() != part.sha256:
-        return _damage_problem(
-            part, f"its content from byte {part.offset:,} differs from the receipt"
-        )
+        message = f"the part starting at byte {part.offset:,} does not match its checksum"
+        return _damage_problem(part, f"{message} in the receipt")
     return None
 
 

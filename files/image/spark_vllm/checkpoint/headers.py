@@ -144,7 +144,7 @@ def _find_outliers(
         (module, value)
         for module in modules
         for value, is_used in zip(
-            module.values, _find_used_blocks(directory, module.weight, block), strict=True
+            module.values, _flag_used_blocks(directory, module.weight, block), strict=True
         )
         if is_used
     ]
@@ -166,7 +166,8 @@ def _read_floats(directory: Path, tensor: Tensor) -> list[float]:
     return list(struct.unpack(f"<{len(data) // struct.calcsize(code)}{code}", data))
 
 
-def _find_used_blocks(directory: Path, weight: Tensor, block: tuple[int, int]) -> Iterator[bool]:
+def _flag_used_blocks(directory: Path, weight: Tensor, block: tuple[int, int]) -> Iterator[bool]:
+    """Yield for each block whether it contains a value other than zero."""
     rows, columns = weight.shape
     for first in range(0, rows, block[0]):
         count = min(block[0], rows - first)

@@ -9,11 +9,11 @@ import pytest
 
 from spark_deploy.config.checkout import CHECKOUT
 
-# A room (file or folder) and its third-party imports, from the bottom up: a room imports only
-# rooms above it in this list. The longest match decides.
-ROOMS: tuple[tuple[str, frozenset[str]], ...] = tuple(
-    (room, frozenset(outside.split()))
-    for room, outside in (
+# Packages (files or folders) with their third-party imports. A package imports only packages above
+# it in this list. The longest match decides.
+PACKAGES: tuple[tuple[str, frozenset[str]], ...] = tuple(
+    (package, frozenset(outside.split()))
+    for package, outside in (
         # Both sides.
         ("files/contract/spark_contract", ""),
         # The host's tools.
@@ -63,7 +63,7 @@ ROOMS: tuple[tuple[str, frozenset[str]], ...] = tuple(
         # The controller.
         ("spark_deploy/__init__.py", ""),
         ("spark_deploy/config", "yaml jsonschema pydantic pydantic_core pyinfra"),
-        # Names become commits and digests: only this room queries hubs and registries.
+        # Names become commits and digests: only this package queries hubs and registries.
         ("spark_deploy/lock", "yaml pydantic httpx2 huggingface_hub"),
         ("spark_deploy/plan", ""),
         ("spark_deploy/hosts", "pyinfra gevent paramiko cryptography"),
@@ -75,7 +75,7 @@ ROOMS: tuple[tuple[str, frozenset[str]], ...] = tuple(
         ("deploys", "pyinfra"),
         ("deploy.py", "pyinfra"),
         ("inventory", ""),
-        # Outside the product; no room above imports them.
+        # Outside the product; no package above imports them.
         ("lab", "torch safetensors numpy tokenizers jinja2 aiohttp paramiko transformers"),
         ("tools", ""),
         (
@@ -86,8 +86,8 @@ ROOMS: tuple[tuple[str, frozenset[str]], ...] = tuple(
         ("tools/docs", "yaml rich mkdocs"),
     )
 )
-RANK = {room: rank for rank, (room, _) in enumerate(ROOMS)}
-# Reading the world is for the rooms that are made for it.
+RANK = {package: rank for rank, (package, _) in enumerate(PACKAGES)}
+# Modules that read the environment; only some packages may import them.
 IMPURE = {"os", "time", "datetime", "socket", "subprocess", "random", "urllib", "io", "shutil",
           "glob", "tempfile", "yaml", "runpy", "importlib"}  # fmt: skip
 # Paths may be named, but not read.
@@ -96,8 +96,8 @@ READING = {"open", "read_text", "read_bytes", "read_mapping", "load_schema", "gl
 # Where packages start that are not at the top of the checkout.
 ROOTS = ("files/contract/", "files/host/", "files/checkpoint/", "files/image/", "")
 OURS = {
-    next(room.removeprefix(root) for root in ROOTS if room.startswith(root)).split("/")[0]
-    for room, _ in ROOMS
+    next(package.removeprefix(root) for root in ROOTS if package.startswith(root)).split("/")[0]
+    for package, _ in PACKAGES
 }
 LONGEST_FILE = 400  # lines of a product module
 
@@ -107,9 +107,9 @@ def tracked():
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"],
         cwd=CHECKOUT, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    rooms = tuple({room.split("/")[0] for room, _ in ROOMS})
+    packages = tuple({package.split("/")[0] for package, _ in PACKAGES})
     existing = (name for name in result.stdout.split() if (CHECKOUT / name).is_file())
-    return sorted(name for name in existing if name.startswith(rooms))
+    return sorted(name for name in existing if name.startswith(packages))
 
 
 @cache
@@ -146,8 +146,8 @@ def file_of(module):
 
 
 @cache
-def room_of(name):
-    matching = [room for room in RANK if name == room or name.startswith(f"{room}/")]
+def package_of(name):
+    matching = [package for package in RANK if name == package or name.startswith(f"{package}/")]
     return max(matching, key=len, default=None)
 
 
@@ -155,9 +155,9 @@ MODULES = tracked()
 _FILES = frozenset(MODULES)
 
 
-def imported(*rooms):
+def imported(*packages):
     for name in MODULES:
-        if name.startswith(rooms):
+        if name.startswith(packages):
             yield from ((name, result, result.split(".")[0]) for result in imports(name))
 
 
@@ -165,32 +165,32 @@ def none(offenders):
     assert not offenders, "\n" + "\n".join(offenders)
 
 
-def test_every_module_belongs_to_a_room():
-    rooms = {name: room_of(name) for name in MODULES}
-    none([name for name, room in rooms.items() if room is None])
-    assert set(RANK) == set(rooms.values())
+def test_every_module_belongs_to_a_package():
+    packages = {name: package_of(name) for name in MODULES}
+    none([name for name, package in packages.items() if package is None])
+    assert set(RANK) == set(packages.values())
 
 
 @pytest.mark.slow
-def test_rooms_import_only_the_same_or_lower_rooms():
+def test_packages_import_only_the_same_or_lower_packages():
     wrong = []
     for name, result, top in imported(""):
-        room, theirs = room_of(name), room_of(file_of(result) or "")
-        assert room is not None, f"{name} has no room"
+        package, theirs = package_of(name), package_of(file_of(result) or "")
+        assert package is not None, f"{name} has no package"
         if top in OURS and theirs is None:
             wrong.append(f"{name} imports {result}, which is not there")
-        elif top in OURS and RANK[theirs] > RANK[room]:
-            wrong.append(f"{name} imports {result}: {theirs} is above {room}")
+        elif top in OURS and RANK[theirs] > RANK[package]:
+            wrong.append(f"{name} imports {result}: {theirs} is above {package}")
     none(wrong)
 
 
-def test_rooms_import_only_their_libraries():
-    standard, allowed = {*sys.stdlib_module_names, "__future__"}, dict(ROOMS)
+def test_packages_import_only_their_libraries():
+    standard, allowed = {*sys.stdlib_module_names, "__future__"}, dict(PACKAGES)
     none(
         [
             f"{name} imports {result}"
             for name, result, top in imported("spark_deploy/", "files/", "roles/")
-            if top not in OURS | standard | allowed[room_of(name) or ""]
+            if top not in OURS | standard | allowed[package_of(name) or ""]
         ]
     )
 
