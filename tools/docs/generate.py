@@ -105,8 +105,11 @@ def _model(model: HybridModel) -> Iterator[str]:
     profiles = (catalog().profile(name, model.name) for name in _fitting(model))
     names = [f"`{profile.name}`" for profile in profiles if _is_for_use(profile)]
     yield f"- profiles that fit on one host: {', '.join(names) or 'none'}"
+    fixes: dict[str, list[str]] = {}
     for count in (2, 4):
-        yield from () if _fitting(model, count) else _fixes(model, count)
+        if not _fitting(model, count):
+            fixes.setdefault("\n".join(_fixes(model, count)), []).append(str(count))
+    yield from (f"- {' or '.join(counts)} {fix}" for fix, counts in fixes.items())
 
 
 def _gb(size_bytes: float) -> str:
@@ -118,9 +121,9 @@ def _fixes(model: HybridModel, count: int) -> Iterator[str]:
     fix = required_change(model.name, profile_name, catalog(), count)
     fix, _, warning = fix.partition("; users report ")
     first, *others = re.split("(?:;|,) or ", fix)
-    risk = f" (users report {warning})" if warning else ""
-    settings = f" with the default settings; do one of the following{risk}:"
-    yield f"- {count} hosts cannot serve it together" + (settings if others else f"; {first}")
+    risk = f" Users report {warning}." if warning else ""
+    settings = f" with the default settings.{risk} Do one of the following:"
+    yield "hosts cannot serve it together" + (settings if others else f"; {first}")
     yield from (f"  - {choice}" for choice in ([first, *others] if others else ()))
 
 
