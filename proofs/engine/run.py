@@ -7,8 +7,11 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+
+from proofs.engine.gpu_memory import needed_gib, reserve
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,19 +28,25 @@ def run_cases(
 ) -> dict[str, dict[str, Any]]:
     """Run ``cases`` and return the result of each; without output the state is ``died``.
 
-    ``limit_s`` is per case; ``resume`` skips cases with results in ``out``.
+    ``limit_s`` is per case; ``resume`` skips cases that ran with results in ``out``.
     """
     out.mkdir(parents=True, exist_ok=True)
-    cards = itertools.cycle(visible_devices())
+    devices = visible_devices()
+    cards, threads = itertools.cycle(devices), max(1, (os.cpu_count() or 1) // at_once)
     jobs = {}
     with ThreadPoolExecutor(at_once) as pool:
         for case in cases:
-            if resume and (out / f"{case['name']}.json").exists():
+            if resume and _has_run(out / f"{case['name']}.json"):
+                jobs[case["name"]] = pool.submit(read_result, case, out, late=False)
                 continue
-            spreads = case["options"].get("tensor_parallel_size", 1) > 1
-            device = None if spreads else next(cards)
-            jobs[case["name"]] = pool.submit(_run, case, trees, out, device, module, limit_s)
+            size = case["options"].get("tensor_parallel_size", 1)
+            own = devices[:size] if size > 1 else [next(cards)]
+            jobs[case["name"]] = pool.submit(_run, case, trees, out, own, module, limit_s, threads)
         return {name: job.result() for name, job in jobs.items()}
+
+
+def _has_run(path: Path) -> bool:
+    return path.exists() and bool(json.loads(path.read_text())["state"] == "ran")
 
 
 def reference_commands(trees: Path, out: Path) -> dict[str, list[str]]:
@@ -64,19 +73,29 @@ def visible_devices() -> list[str]:
 
 
 def _run(
-    case: dict[str, Any], trees: Path, out: Path, device: str | None, module: str, limit_s: float
+    case: dict[str, Any],
+    trees: Path,
+    out: Path,
+    devices: list[str],
+    module: str,
+    limit_s: float,
+    threads: int,
 ) -> dict[str, Any]:
+    (out / f"{case['name']}.json").unlink(missing_ok=True)
     path = out / f"{case['name']}.case.json"
     options = dict(case.get("options", {}))
     draft = options.get("speculative_config", {})
     if "model" in draft:
         options["speculative_config"] = {**draft, "model": str(trees / draft["model"])}
     path.write_text(json.dumps({**case, "options": options, "tree": str(trees / case["tree"])}))
-    visible = {} if device is None else {"CUDA_VISIBLE_DEVICES": device}
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", **visible}
+    own = {"CUDA_VISIBLE_DEVICES": ",".join(devices), "OMP_NUM_THREADS": str(threads)}
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", **own}
     command = [sys.executable, "-m", module, str(path), str(out)]
-    started, late = time.monotonic(), False
-    with (out / f"{case['name']}.log").open("wb") as log:
+    with ExitStack() as stack:
+        for device in devices:  # in order: two engines never wait for each other
+            stack.enter_context(reserve(device, needed_gib(options, trees / case["tree"])))
+        log = stack.enter_context((out / f"{case['name']}.log").open("wb"))
+        started, late = time.monotonic(), False
         try:
             subprocess.run(
                 command, cwd=ROOT, stdout=log, stderr=log, env=environment, timeout=limit_s,
@@ -94,9 +113,8 @@ def _run(
 def read_result(case: dict[str, Any], out: Path, late: bool) -> dict[str, Any]:
     path = out / f"{case['name']}.json"
     log = (out / f"{case['name']}.log").read_text(errors="replace")
-    result = (
-        json.loads(path.read_text()) if path.exists() else {"state": "late" if late else "died"}
-    )
+    ended = {"case": case, "state": "late" if late else "died"}
+    result: dict[str, Any] = json.loads(path.read_text()) if path.exists() else ended
     result["log_lines"] = [
         line.split("] ", 1)[-1]
         for line in log.splitlines()
