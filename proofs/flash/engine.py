@@ -10,15 +10,34 @@ from proofs.engine import quick
 
 def run(case: dict[str, Any], out: Path) -> dict[str, Any]:
     use_plain_mixers()
-    for name in case.get("damage", ()):
-        from proofs.recall.engine import WAYS
-
-        WAYS[name]()
+    if case.get("damage"):
+        lose_states_at_hits()
     if "settings" in case:
         return sample(case)
     requested, read = count_rows() if case.get("count_rows") else (set(), set())
     result = engine_case.run(case, out)
     return {**result, "rows_requested": len(requested), "requested_and_read": len(requested & read)}
+
+
+def lose_states_at_hits() -> None:
+    """Let a request that hits the prefix cache start without the states of the hit.
+
+    ``add_request`` stores the column of the block that holds them. Before the first step, the
+    runner copies from there what GDN and PLE layers keep (states and convolution windows) to the
+    block that the request writes; -1 stands for a new request, without a copy. Only hits come with
+    computed tokens. Without the copy itself, first turns would change too: their prompts and
+    answers cross blocks. QSA layers read the keys of a hit in place and stay right.
+    """
+    from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
+
+    own = MambaHybridModelState.add_request
+
+    def add_request(self: Any, index: int, request: Any) -> None:
+        own(self, index, request)
+        if request.num_computed_tokens:
+            self._mamba_state_idx_gpu[index].fill_(-1)
+
+    MambaHybridModelState.add_request = add_request
 
 
 def count_rows() -> tuple[set[int], set[int]]:

@@ -5,16 +5,14 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
-import yaml
 
 from proofs.engine.cases import graphs, mtp
 from proofs.flash import model
 from proofs.flash.run import FULL, Results, Row, case
-from proofs.judges.answers import acceptance, attempt, cache_hits, failed_start, row
+from proofs.judges.answers import acceptance, attempt, cache_hits, row
 from proofs.judges.talks import Word, compare_words
 from proofs.recall import sampling
 from proofs.recall.cases import V3_DRAFTS
-from proofs.result_files import CHECKOUT
 from proofs.trees.build import rewrite
 
 HOTTER = {
@@ -42,8 +40,8 @@ def sampling_cases() -> list[Row]:
 
 
 def judge_sampling(results: Results, work: Path, trees: Path) -> list[Row]:
-    rows = [failed_start(name, r) for name, r in results.items() if r["state"] != "ran"]
-    for name in [name for name in results if name != "sampled"]:
+    rows = []
+    for name in [name for name, r in results.items() if r["state"] == "ran" and name != "sampled"]:
         damaged = name == "damage-cooler"
         judge, reference = sampling.judge_samples, results["sampled"]
         rows.append(attempt(name, judge, name, results[name], reference, damaged=damaged))
@@ -51,7 +49,6 @@ def judge_sampling(results: Results, work: Path, trees: Path) -> list[Row]:
     return rows
 
 
-RAIL = "prefixes-with-sparse-attention"
 PLAIN, DAMAGED, FILE = "talk-plain", "talk-damage-states", "talk-file-cache-full-mtp3"
 
 
@@ -67,32 +64,35 @@ def prefix_cases() -> list[Row]:
         case("talk-cache", "talk-nvfp4", **stock, options=kept),
         case("talk-cache-full-mtp2", "talk-nvfp4", **stock, options={**full, **mtp(2)}),
         case(FILE, "talk-file", **talk, options={**full, **mtp(3)}, count_rows=True),
-        case(DAMAGED, "talk-nvfp4", **stock, damage=["states"], options=kept),
+        case(DAMAGED, "talk-nvfp4", **stock, damage=True, options=kept),
     ]
 
 
 def make_talk_trees(trees: Path) -> None:
-    """Let linear layers remember a whole prompt; their usual decay forgets within a few tokens."""
+    """Let linear layers remember a whole prompt, and double their share of each answer.
+
+    Their usual decay forgets within a few tokens.
+    """
     decays = np.log(np.linspace(0.001, 0.01, model.TEXT["linear_num_value_heads"]))
+    changed = {"A_log": decays, "norm.weight": np.full(128, 2.0)}
     for kind in ("nvfp4", "file"):
         tree = trees / f"talk-{kind}"
         shutil.copytree(trees / f"flash-{kind}", tree)
         for layer in range(model.TEXT["num_hidden_layers"] - 1):
-            name = f"{model.LAYERS}.{layer}.linear_attn.A_log"
-            rewrite(tree, name, decays.astype("<f4").tobytes())
+            for name, values in changed.items():
+                name = f"{model.LAYERS}.{layer}.linear_attn.{name}"
+                rewrite(tree, name, values.astype("<f4").tobytes())
 
 
 def judge_prefixes(results: Results, work: Path, trees: Path) -> list[Row]:
     """Judge changes of log-probabilities by those in the first turns, which hit no cache."""
-    rows = [failed_start(name, r) for name, r in results.items() if r["state"] != "ran"]
+    rows: list[Row] = []
     ran = {name: result for name, result in results.items() if result["state"] == "ran"}
     if PLAIN not in ran:
         return rows
     words = {name: list(compare_words(ran[PLAIN], ran[name])) for name in ran}
     calm = (word for name in words if name != DAMAGED for word in words[name] if not word.turn)
     noise = max(word.change for word in calm)
-    rails = yaml.safe_load((CHECKOUT / "catalog/guard_rails.yml").read_text("utf-8"))["rails"]
-    refused = any(rail["rule"] == RAIL and rail["effect"] == "refuse" for rail in rails)
     judged = [name for name in ran if name != PLAIN]
     if FILE in ran:
         requested, used = (ran[FILE][key] for key in ("rows_requested", "requested_and_read"))
@@ -100,31 +100,34 @@ def judge_prefixes(results: Results, work: Path, trees: Path) -> list[Row]:
         numbers = {"requested": requested, "read": used}
         rows.append(row(claim, used > 0.99 * requested > 0, [FILE], **numbers))
     return rows + [
-        attempt(name, _judge_hits, name, ran[name], words[name], noise, refused) for name in judged
+        attempt(name, _judge_hits, name, ran[name], words[name], noise) for name in judged
     ]
 
 
-def _judge_hits(name: str, result: Row, words: list[Word], noise: float, refused: bool) -> Row:
+def _judge_hits(name: str, result: Row, words: list[Word], noise: float) -> Row:
     limit = max(0.05, 3 * noise)
-    largest_change = max(word.change for word in words)
-    partings = [word for word in words if word.margin is not None]
-    equal = largest_change <= limit and all((word.margin or 0) <= 2 * limit for word in partings)
+    first, later = ([word for word in words if bool(word.turn) == hit] for hit in (False, True))
+    equal = [
+        all(word.change <= limit and (word.margin or 0) <= 2 * limit for word in turns)
+        for turns in (first, later)
+    ]
     hits = [cache_hits(turn) for turn in result["turns"]]
     if name == DAMAGED:
-        claim, passed = f"{name}: the test sees that hits restore zero states", not equal
+        claim, passed = f"{name}: only turns with hits differ", equal == [True, False]
     else:
-        claim = f"{name}: answers with hits equal those without, or {RAIL} refuses them"
-        passed = equal or refused
+        claim = f"{name}: answers with hits equal those without outside ties"
+        passed = all(equal) and bool(later)
     return row(
         claim,
         passed and min(hits) > 0,
         [PLAIN, name],
-        measured=f"answers with hits {'equal' if equal else 'differ from'} those without",
-        refused=refused,
         noise_of_first_turns=noise,
         limit=limit,
-        largest_change=largest_change,
-        partings=[word._asdict() for word in partings],
+        largest_change=[
+            max((word.change for word in turns), default=0) for turns in (first, later)
+        ],
+        words_beyond_limit=[sum(word.change > limit for word in turns) for turns in (first, later)],
+        partings=[word._asdict() for word in words if word.margin is not None],
         words_compared_by_turn=sorted(Counter(word.turn for word in words).items()),
         tokens_found_by_turn=hits,
         acceptance=acceptance(result),

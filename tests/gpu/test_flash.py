@@ -32,7 +32,7 @@ def test_flash_next_drafts_change_no_distribution_of_sampled_answers(tmp_path, r
     assert _failed(rows) == []
 
 
-def test_flash_next_prefix_caching_is_as_its_guard_rail_assumes(tmp_path, results):
+def test_flash_next_answers_with_prefix_hits_equal_those_without(tmp_path, results):
     trees = tmp_path / "trees"
     model.make(trees)
     rows = stages.prove("flash-next-prefixes", trees, tmp_path / "work", results)
