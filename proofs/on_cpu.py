@@ -20,6 +20,7 @@ from proofs.engine import profile_cases, run
 from proofs.engine.cases import case, mtp
 from proofs.engine.profile_cases import CONVERSATIONS, PORTABLE, QUIET, STEERED_TOKENS
 from proofs.judges import profiles as judge
+from proofs.judges.answers import judge_engines
 from proofs.releases import judge as release_judge
 from proofs.releases import run as releases
 from proofs.releases import server
@@ -143,6 +144,7 @@ def main() -> None:
     for name in arguments.names:
         with tempfile.TemporaryDirectory(dir=out) as work:
             rows, runs = PROOFS[name](out, Path(work))
+            rows = judge_engines({engine: {"state": "ran"} for engine in runs}, rows.copy)
         document = {
             "command": f"make {find_kind(name).target}",
             "seed": 0,

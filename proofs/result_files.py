@@ -86,16 +86,18 @@ def record_row(out: Path, name: str, claim: str, passed: bool, **numbers: Any) -
         file.write(json.dumps(line) + "\n")
 
 
+def engines_of(row: Row) -> list[str]:
+    """Return the engines of a row; a row without cases is named after its engine."""
+    return row["cases"] or [row["claim"].partition(":")[0]]
+
+
 def failed_engines(rows: list[Row]) -> set[str]:
-    failed = [row for row in rows if row["passed"] is False]
-    return {name for row in failed for name in row["cases"] or [row["claim"].partition(":")[0]]}
+    return {name for row in rows if row["passed"] is False for name in engines_of(row)}
 
 
-def describe_engines(
-    results: dict[str, Row], rows: list[Row], failure: str | None
-) -> dict[str, Row]:
-    """Raw answers are included if a row or the judge failed."""
-    with_answers = set(results) if failure else failed_engines(rows)
+def describe_engines(results: dict[str, Row], rows: list[Row]) -> dict[str, Row]:
+    """Raw answers are included if a row failed."""
+    with_answers = failed_engines(rows)
     return {
         name: {
             "options": result["case"]["options"],

@@ -10,7 +10,6 @@ import importlib.metadata
 import json
 import subprocess
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from proofs.engine import profile_cases, quick
 from proofs.engine import run as engine_run
 from proofs.judges import engine as engine_judge
 from proofs.judges import profiles as profile_judge
-from proofs.judges.answers import attempt, row
+from proofs.judges.answers import attempt, judge_engines
 from proofs.judges.damages import judge_damages
 from proofs.judges.quality import judge_quality
 from proofs.judges.talks import judge_conversations
@@ -93,21 +92,23 @@ def prove(
         results |= engine_run.run_cases(wave, trees, work, at_once=at_once)
     for process in references:
         process.wait()
-    rows, failure = judge_stage(stage, results, work, trees)
-    if only is not None:  # a row without engines is named after its engine
-        rows = [entry for entry in rows if {*(entry["cases"] or [entry["claim"]])} <= {*results}]
-    ran = {name: result for name, result in results.items() if "case" in result}
+
+    def judge() -> Rows:
+        rows = judge_stage(stage, results, work, trees)
+        return [
+            row for row in rows if only is None or {*result_files.engines_of(row)} <= {*results}
+        ]
+
+    rows = judge_engines(results, judge)
     document = {
         "stage": stage,
         **environment(),
         "seed": 0,
         "rows": rows,
-        "failure": failure,
-        "runs": result_files.describe_engines(ran, rows, failure),
+        "runs": result_files.describe_engines(results, rows),
     }
     write_result(out / f"engine-{result or stage}.json", document)
-    broken = [row(f"{stage}: judged", False, [], failure=failure)] if failure else []
-    return [*rows, *broken]
+    return rows
 
 
 def _waves(cases: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
@@ -122,9 +123,7 @@ def _waves(cases: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     return [wave for wave in (first, rest, later) if wave]
 
 
-def judge_stage(
-    stage: str, results: dict[str, Any], work: Path, trees: Path
-) -> tuple[Rows, str | None]:
+def judge_stage(stage: str, results: dict[str, Any], work: Path, trees: Path) -> Rows:
     refusals = {"refused": engine_cases.refused_cases, "nan": engine_cases.nan_cases}
     judges: dict[str, Callable[[], Rows]] = {
         "eager": lambda: engine_judge.judge_eager(results, work, trees),
@@ -147,13 +146,10 @@ def judge_stage(
         "long": lambda: profile_judge.judge_long(results),
         "quality": lambda: judge_quality(results, work),
     }
-    try:
-        if stage in refusals:
-            wanted = {case["name"]: text for case, text in refusals[stage]()}
-            return engine_judge.judge_refused(results, wanted), None
-        return judges[stage](), None
-    except Exception:  # keep the results of the engines
-        return [], traceback.format_exc()[-1500:]
+    if stage in refusals:
+        wanted = {case["name"]: text for case, text in refusals[stage]()}
+        return engine_judge.judge_refused(results, wanted)
+    return judges[stage]()
 
 
 def environment() -> dict[str, Any]:

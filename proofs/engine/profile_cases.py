@@ -168,7 +168,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "agent-alone": {"max_num_seqs": 1},
     "agent-cut": {"max_num_seqs": 1, "max_num_batched_tokens": CUT},
 }
-"""Eager without a cache: sequential, and with the prompt split as the cache splits it."""
+"""Eager without a cache, run once: sequential, and with the prompt split as the cache splits it."""
 TIMES = 6
 
 
@@ -182,8 +182,9 @@ def conversation_cases() -> list[dict[str, Any]]:
     for name, more in {COMPILED: graphs(FULL), **SHAPES}.items():
         cases[name] = {**plain, "options": {**plain["options"], **more}}
     steered = [case for name, case in cases.items() if name.startswith("prefixes-")]
-    talks = [name for name in cases if name.startswith("agent-")]
-    return [*({**cases[name], "name": copy} for name in talks for copy in reruns(name)), *steered]
+    talks = (*TWINS, *TWINS.values())
+    again = ({**cases[name], "name": copy} for name in talks for copy in reruns(name))
+    return [*again, *(cases[shape] for shape in SHAPES), *steered]
 
 
 MODELS = {"tiny": "text", "recall": "contexts"}

@@ -7,6 +7,7 @@ from proofs.engine import run as engine_run
 from proofs.engine.quick import caveats
 from proofs.flash import run, talks
 from proofs.flash.run import Results, Row
+from proofs.judges.answers import judge_engines
 from proofs.result_files import describe_engines, write_result
 
 CAVEATS = [
@@ -40,9 +41,9 @@ def prove(stage: str, trees: Path, work: Path, out: Path) -> list[Row]:
         results |= engine_run.run_cases(
             wave, trees, work, at_once=12, limit_s=400, module="proofs.flash.engine"
         )
-    results = {entry["name"]: {"case": entry, **results[entry["name"]]} for entry in listed}
-    rows = judge(results, work, trees)
-    engines = describe_engines(results, rows, None)
+    results = {entry["name"]: results[entry["name"]] for entry in listed}
+    rows = judge_engines(results, judge, results, work, trees)
+    engines = describe_engines(results, rows)
     document = {"stage": stage, **environment(), "caveats": [*CAVEATS, *caveats()], "rows": rows}
     write_result(out / f"engine-{stage}.json", {**document, "engines": engines})
     return rows

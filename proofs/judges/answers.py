@@ -1,7 +1,10 @@
 """Rows of result files, and the comparison of greedy answers."""
 
+import traceback
 from collections.abc import Callable
 from typing import Any
+
+from proofs.result_files import engines_of
 
 Row = dict[str, Any]
 
@@ -13,7 +16,7 @@ def row(claim: str, passed: bool | None, cases: list[str], **numbers: Any) -> Ro
 
 def failed_start(name: str, result: Row) -> Row:
     error = str(result.get("error", [""])[0]).partition("\n")[0][:400]
-    return row(f"{name}: ran", False, [name], state=result["state"], error=error)
+    return row(f"{name}: runs and is judged", False, [name], state=result["state"], error=error)
 
 
 def attempt(name: str, judge: Callable[..., Row], *arguments: Any, **named: Any) -> Row:
@@ -21,6 +24,24 @@ def attempt(name: str, judge: Callable[..., Row], *arguments: Any, **named: Any)
         return judge(*arguments, **named)
     except Exception as error:  # a dead engine must not hide the other rows
         return row(name, False, [], judging=f"{type(error).__name__}: {error}"[:300])
+
+
+def judge_engines(
+    results: dict[str, Row], judge: Callable[..., list[Row]], *arguments: Any
+) -> list[Row]:
+    """Return the rows of a judge, and a failed row for every engine without a row."""
+    try:
+        rows = judge(*arguments)
+    except Exception:  # keep the results of the engines
+        rows = [row("judge", False, [], failure=traceback.format_exc()[-1500:])]
+    judged = {name for entry in rows for name in engines_of(entry)}
+    return rows + [failed_start(name, results[name]) for name in results if name not in judged]
+
+
+def show(shown: Row, claim: str) -> Row:
+    """Return a comparison that is not judged; an engine that did not run still fails."""
+    compared = "diverged" in shown["numbers"]
+    return {**shown, "claim": claim, "passed": None if compared else False}
 
 
 TRAINED_NOISE = 0.01

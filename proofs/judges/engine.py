@@ -15,6 +15,7 @@ from proofs.judges.answers import (
     compare_answers,
     judge_same_answers,
     row,
+    show,
 )
 
 LM_HEAD = "language_model.lm_head"
@@ -312,6 +313,6 @@ def judge_turboquant(results: dict[str, Row]) -> list[Row]:
         attempt(name, judge_same_answers, results, name, alone, claim, max_noise=TURBOQUANT_NOISE)
         for name, alone in {**runs, **dict.fromkeys(stock, "tq-alone")}.items()
     ]
-    for name, shown in zip(stock, rows[len(runs) :], strict=True):
-        shown |= {"claim": f"{name}: the stock backend for comparison, not judged", "passed": None}
-    return rows
+    claim = "the stock backend for comparison, not judged"
+    shown = zip(stock, rows[len(runs) :], strict=True)
+    return rows[: len(runs)] + [show(result_row, f"{name}: {claim}") for name, result_row in shown]

@@ -19,6 +19,7 @@ from proofs.judges.answers import (
     failed_start,
     judge_same_answers,
     row,
+    show,
 )
 from proofs.judges.engine import (
     LOGIT_LIMIT,
@@ -339,5 +340,4 @@ def judge_long(results: dict[str, Row]) -> list[Row]:
         attempt(name, judge_same_answers, results, name, "long-alone", claim, max_noise=np.inf)
         for name in ("long-own-full-mtp2", "long-16-bit")
     )
-    claim = "long-16-bit: a 16-bit cache for comparison, not judged"
-    return [own, {**plain, "claim": claim, "passed": None}]
+    return [own, show(plain, "long-16-bit: a 16-bit cache for comparison, not judged")]

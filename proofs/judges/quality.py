@@ -42,7 +42,8 @@ def judge_variant(model: str, variant: str, own: dict[str, Any], base: dict[str,
         claim = f"{name}: how far the INT4 base is from 16 bits"
     if variant == "wrong-scale":
         claim, near = f"{name}: detected by the same judge", bool(own and base) and not near
-    return row(claim, None if variant == BASE and own else near, [name], **own)
+    passed = None if variant == BASE and own else near
+    return row(claim, passed, [name, f"{model}-{SIXTEEN_BIT}"], **own)
 
 
 def compare_logits(reference: torch.Tensor, logits: torch.Tensor) -> dict[str, Any]:

@@ -50,14 +50,12 @@ def _judge_against_twins(results: Results, name: str) -> Row:
         for engine in (COMPILED, name):
             controls[f"{engine}, {EAGER}"] = list(product(reruns(engine), reruns(EAGER)))
     else:
-        controls |= {
-            f"{shape}, {EAGER}": list(product(reruns(shape), reruns(EAGER))) for shape in SHAPES
-        }
+        controls |= {f"{shape}, {EAGER}": list(product([shape], reruns(EAGER))) for shape in SHAPES}
     return row(
         f"{name}: later turns hit the cache, and answers equal those of {twin} without it"
         f" outside ties, {len(reruns(name))} runs against {len(reruns(twin))}",
         bool(good),
-        [*reruns(name), *reruns(twin)],
+        [*reruns(name), *reruns(twin), *(SHAPES if twin == EAGER else ())],
         tie=TIE,
         tokens_found_in_a_turn=sorted(set(hits)),
         **differences,

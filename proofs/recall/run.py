@@ -7,6 +7,7 @@ from typing import Any
 
 from proofs import result_files
 from proofs.engine import run as engine_run
+from proofs.judges.answers import judge_engines
 from proofs.recall import cases, judge, verdicts
 from proofs.result_files import write_result
 
@@ -57,7 +58,8 @@ def prove(stage: str, trees: Path, work: Path, out: Path, *, at_once: int) -> li
     from proofs import stages
 
     results = run_cases(cases.STAGES[stage](), trees, work, at_once)
-    rows = verdicts.JUDGES[stage](results, read(cases.recall_cases()[0], work))
+    reference = read(cases.recall_cases()[0], work)
+    rows = judge_engines(results, verdicts.JUDGES[stage], results, reference)
     kept = result_files.failed_engines(rows)
     document = {
         "stage": f"recall-{stage}",

@@ -72,10 +72,9 @@ def _talk_row(name: str, result: dict[str, Any], plain_engine: str, plain: list[
     pairs = [
         (answer, expected[_turn_of(answer)]) for answer in rows if _turn_of(answer) in expected
     ]
-    other = [pair for pair in pairs if pair[0]["tokens"] != pair[1]["tokens"]]
+    different, outside = count_differences(pairs)
     figures = talk_figures(result)
     doubtful = sum(in_doubt(answer) for answer in rows if not answer["right"])
-    outside = sum(not (in_doubt(answer) or in_doubt(reference)) for answer, reference in other)
     caching = bool(result["case"]["options"].get("enable_prefix_caching"))
     surely_wrong = figures["wrong"] - doubtful
     in_plain = sum(not answer["right"] and not in_doubt(answer) for answer in plain)
@@ -95,7 +94,7 @@ def _talk_row(name: str, result: dict[str, Any], plain_engine: str, plain: list[
         [name, plain_engine],
         **figures,
         wrong_where_the_model_doubts=doubtful,
-        other_than_plain=len(other),
+        other_than_plain=different,
         other_outside_doubt=outside,
         compared=len(pairs),
         right_token_moved_at_most=moved_at_most(pairs),
@@ -111,6 +110,12 @@ def in_doubt(row: Row) -> bool:
     """Return whether the first unclear step gives the right token at least a third."""
     unclear = [value for value in row["logprobs"] if value < CLEAR]
     return bool(unclear) and unclear[0] >= DOUBT
+
+
+def count_differences(pairs: list[tuple[Row, Row]]) -> tuple[int, int]:
+    """Return how many answers differ, and how many of them where neither engine is in doubt."""
+    different = [pair for pair in pairs if pair[0]["tokens"] != pair[1]["tokens"]]
+    return len(different), sum(not any(map(in_doubt, pair)) for pair in different)
 
 
 def moved_at_most(pairs: list[tuple[Row, Row]]) -> float:
@@ -181,7 +186,10 @@ def _ahead_row(results: Results, base: list[Row]) -> Row:
         error = str(result.get("error", [""])[0]).partition("\n")[0]
         became[name] = f"{lost} of {len(known)} lost" if known else error or result["state"]
         bad += not known or 1 - lost / len(known) < ENOUGH
-    ran = all(result["state"] in ("ran", "refused") for result in results.values())
+    ran = all(
+        result["state"] in ("ran", "refused") and "out of memory" not in str(result.get("error"))
+        for result in results.values()
+    )
     return row(
         "FlashInfer attention without drafts, where the host prepares the next step: some engines "
         "break down or lose answers",
@@ -260,7 +268,10 @@ def _three_bits_row(results: Results, name: str, base: list[Row]) -> Row:
 
 
 def judge_wide(results: Results, reference: dict[str, Any]) -> list[Row]:
-    """Judge answers at the longest context, and that concurrent equal sequential answers."""
+    """Judge answers at the longest context, and that concurrent equal sequential answers.
+
+    As in conversations, answers may differ where an engine is in doubt.
+    """
     base, result_rows = answers_of(results, "wide-16bit"), []
     for name in results:
         rows, twin = answers_of(results, name), _alone_of(name, results)
@@ -274,11 +285,14 @@ def judge_wide(results: Results, reference: dict[str, Any]) -> list[Row]:
             result_row |= {"passed": None if rows else False}
         result_rows.append(result_row)
         if twin != name:
+            different, outside = count_differences(list(zip(rows, other, strict=False)))
             result_rows.append(
                 row(
                     f"{name}: five at once, answered as {twin} answers",
-                    bool(rows) and tokens_of(rows) == tokens_of(other),
+                    bool(rows) and len(rows) == len(other) and not outside,
                     [name, twin],
+                    different=different,
+                    different_outside_doubt=outside,
                     divergence=divergences(other, rows),
                 )
             )

@@ -12,6 +12,7 @@ from spark_contract.release import Release
 
 from proofs import result_files
 from proofs.engine.run import visible_devices
+from proofs.judges.answers import judge_engines
 from proofs.releases import asking, judge
 from proofs.releases.server import Server, read_release, servers_of
 from proofs.result_files import write_result
@@ -147,7 +148,7 @@ def prove(stage: str, trees: Path, plans: Path, work: Path, out: Path) -> list[R
             order = devices if number % 2 == 0 or len(devices) < 2 else devices[::-1]
             waiting[run.name] = pool.submit(serve, run, trees, plans, work, order)
         results = {name: job.result() for name, job in waiting.items()}
-    rows = JUDGES[stage](results)
+    rows = judge_engines(results, JUDGES[stage], results)
     document = {
         **environment(),
         "seed": 0,

@@ -2,7 +2,8 @@
 
     python3 -m proofs.whole --out DIR [--work DIR]
 
-Needs 50 GB in --work (default: /dev/shm if it has the space, else /tmp) and 45 GB of GPU memory.
+Needs 45 GB of GPU memory and 50 GB of files: in --work, where a second call continues, else in a
+temporary folder of /dev/shm if it has the space, of /tmp if not.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from typing import Any
 
 from proofs import stages
 from proofs.engine.run import run_cases
-from proofs.judges.answers import attempt, row
+from proofs.judges.answers import attempt, judge_engines, row
 from proofs.result_files import describe_engines, print_rows, write_result
 from proofs.trees.build import names_of
 from proofs.whole.cases import case_of
@@ -26,7 +27,7 @@ SPACE_BYTES = 50_000_000_000
 WEIGHTS_LIMIT, DISK_LIMIT = 0.03, 0.01
 ENGINE_LIMIT_S = 240
 CAVEATS = [
-    "random weights: drafts are never accepted, so steps are compared instead of tokens/s",
+    "random weights: few drafts are accepted, so steps are compared instead of tokens/s",
     "CUDA graphs without torch.compile; files in memory, read without GPUDirect",
 ]
 Row = dict[str, Any]
@@ -95,46 +96,51 @@ def compare(model: str, engines: list[Row], results: dict[str, Row]) -> Row:
     )
 
 
-def prove(out: Path, parent: Path | None = None) -> list[Row]:
-    """Run everything in a new folder of ``parent``, write the result file, return its rows."""
+def prove(out: Path) -> list[Row]:
+    """Run everything in a temporary folder, write the result file, return its rows."""
     in_memory = shutil.disk_usage("/dev/shm").free > SPACE_BYTES
-    folder = parent or ("/dev/shm" if in_memory else "/tmp")
-    work = Path(tempfile.mkdtemp(prefix="spark-whole-", dir=folder))
-    try:
-        return _prove(out, work)
-    finally:
-        shutil.rmtree(work)
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if in_memory else "/tmp") as work:
+        return prove_in(Path(work), out)
 
 
-def _prove(out: Path, work: Path) -> list[Row]:
+def prove_in(work: Path, out: Path) -> list[Row]:
+    """Checkpoints and engines with a result in ``work`` are not made or run again."""
     engines = json.loads(PLANS.read_text())
     made = prepare(engines, work)
     cases = [case_of(engine) for engine in engines]
     results = run_cases(
-        cases, work, out / "engines",
-        at_once=1, limit_s=ENGINE_LIMIT_S, module="proofs.whole.engine",
+        cases, work, work / "engines",
+        at_once=1, limit_s=ENGINE_LIMIT_S, module="proofs.whole.engine", resume=True,
     )  # fmt: skip
-    rows = []
-    for model, sizes in made.items():
-        close = abs(sizes["written_bytes"] / sizes["planned_bytes"] - 1) < DISK_LIMIT
-        claim = f"{model}: the builder builds v2 from a full-size base, of the planned size"
-        rows.append(row(claim, close, [], **sizes))
-    for engine, case in zip(engines, cases, strict=True):
-        result = results[engine["name"]]
-        log = (out / "engines" / f"{engine['name']}.log").read_text(errors="replace")
+    for name, result in results.items():
+        log = (work / "engines" / f"{name}.log").read_text(errors="replace")
         result["loading"] = re.findall(r"Model loading took .*?seconds", log)
-        rows += judge(engine, result, names_of(work / case["tree"]))
-    rows += [attempt(f"{model}: compared", compare, model, engines, results) for model in made]
-    ran = {name: result for name, result in results.items() if "case" in result}
+    rows = judge_engines(results, judge_all, engines, results, made, work)
     environment = stages.environment()
     document = {
         **environment,
         "caveats": [*environment["caveats"], *CAVEATS],
         "rows": rows,
-        "runs": describe_engines(ran, [], None),
+        "runs": describe_engines(results, []),
     }
     write_result(out / "engine-whole.json", document)
     return rows
+
+
+def judge_all(
+    engines: list[Row], results: dict[str, Row], made: dict[str, Row], work: Path
+) -> list[Row]:
+    rows = []
+    for model, sizes in made.items():
+        close = abs(sizes["written_bytes"] / sizes["planned_bytes"] - 1) < DISK_LIMIT
+        claim = f"{model}: the builder builds v2 from a full-size base, of the planned size"
+        rows.append(row(claim, close, [], **sizes))
+    for engine in engines:
+        names = names_of(work / case_of(engine)["tree"])
+        rows += judge(engine, results[engine["name"]], names)
+    return rows + [
+        attempt(f"{model}: compared", compare, model, engines, results) for model in made
+    ]
 
 
 def main() -> None:
@@ -142,7 +148,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--work", type=Path)
     chosen = parser.parse_args()
-    print_rows(prove(chosen.out.resolve(), chosen.work))
+    out, work = chosen.out.resolve(), chosen.work and chosen.work.resolve()
+    print_rows(prove_in(work, out) if work else prove(out))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ source have true sizes.
 import functools
 import json
 import multiprocessing
+import shutil
 import time
 import zlib
 from collections.abc import Iterable, Iterator
@@ -67,6 +68,11 @@ def prepare(engines: list[dict[str, Any]], work: Path) -> dict[str, dict[str, An
 def _make(engine: dict[str, Any], work: Path, pool: Executor) -> dict[str, Any]:
     model, plan = engine["model"], engine["build"]
     base, donor, out = (work / f"{model}-{kind}" for kind in ("base", "donor", "v2"))
+    done = work / f"{model}.json"  # written last
+    if done.exists():
+        return dict(json.loads(done.read_text()))
+    for tree in (base, donor, out):
+        shutil.rmtree(tree, ignore_errors=True)
     int4_mtp = engine["architecture"]["mtp_scheme"] == "int4"
     started = time.monotonic()
     write_sources(base, donor, shape_of(engine["architecture"]), plan, int4_mtp, pool)
@@ -80,6 +86,7 @@ def _make(engine: dict[str, Any], work: Path, pool: Executor) -> dict[str, Any]:
         "write_s": round(written - started, 1),
         "build_s": round(time.monotonic() - written, 1),
     }
+    done.write_text(json.dumps(result))
     print(f"phase=prepared model={model}", json.dumps(result), flush=True)
     return result
 

@@ -19,7 +19,7 @@ PARALLEL_ENGINES = {
     "names": 10,
     "steered": 7,
     "profiles": 6,
-    "prefixes": 8,
+    "prefixes": 16,
     "sizes": 10,
     "long": 3,
     "head-choice": 3,

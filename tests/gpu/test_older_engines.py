@@ -55,7 +55,6 @@ def test_older_engine_gives_the_same_answers_as_the_16_bit_reference(
     )
     result = json.loads((results / f"engine-{version}.json").read_text())
     assert result["versions"]["vllm"] == version
-    assert result["failure"] is None
     assert set(result["runs"]) == set(ENGINES)
     assert result["rows"]
     assert [row for row in result["rows"] if row["passed"] is False] == []

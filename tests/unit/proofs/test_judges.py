@@ -1,0 +1,116 @@
+"""Judges of engines: none may pass because an engine is missing, or differs without doubt."""
+
+import json
+import math
+
+import pytest
+
+from proofs.engine import gpu_memory
+from proofs.engine.run import run_cases
+from proofs.flash import talks
+from proofs.judges.answers import judge_engines, row, show
+from proofs.judges.talks import Word
+from proofs.recall import verdicts
+
+RAN, DIED = {"state": "ran"}, {"state": "died"}
+
+
+def broken(results):
+    raise KeyError("answers")
+
+
+@pytest.mark.parametrize(
+    ("judge", "failed"),
+    [
+        (lambda results: [row("answers", True, ["a", "b"])], []),
+        (lambda results: [row("a: answers", True, ["a"]), row("b: seen", None, [])], []),
+        (lambda results: [row("a: answers", True, ["a"])], ["b"]),
+        (broken, ["judge", "a", "b"]),
+    ],
+)
+def test_engine_without_a_row_and_broken_judge_fail(judge, failed):
+    results = {"a": RAN, "b": DIED}
+    rows = judge_engines(results, judge, results)
+    bad = [entry for entry in rows if entry["passed"] is False]
+    assert [(entry["cases"] or [entry["claim"]])[0] for entry in bad] == failed
+
+
+def test_comparison_that_is_only_shown_fails_without_the_engine():
+    assert show(row("a", False, ["a"], diverged=3), "shown")["passed"] is None
+    assert show(row("a: ran", False, ["a"], state="died"), "shown")["passed"] is False
+
+
+def answer(token, probability):
+    return {"length": 32, "kind": "record", "depth": 0.5, "right": token == 1, "tokens": [token],
+            "logprobs": [math.log(probability)], "steps": [{str(token): 0.0}]}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("alone", "together", "passed"),
+    [
+        ((1, 0.9), (1, 0.8), True),
+        ((1, 0.6), (2, 0.4), True),
+        ((1, 0.9), (2, 0.1), False),
+        ((1, 0.9), None, False),
+    ],
+)
+def test_concurrent_answers_differ_from_sequential_answers_only_in_doubt(alone, together, passed):
+    results = {"wide-a-alone": {**RAN, "recall": [answer(*alone)]}, "wide-a": RAN}
+    if together:
+        results["wide-a"] = {**RAN, "recall": [answer(*together)]}
+    [compared] = [r for r in verdicts.judge_wide(results, {}) if "five at once" in r["claim"]]
+    assert compared["passed"] is passed
+
+
+SAME, CHANGED, PARTED = (
+    (0, 0.01, None),
+    (0, 0.5, None),
+    (1, 0.0, 3.0),
+)
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "intact", "damaged"),
+    [
+        (SAME, SAME, True, False),
+        (SAME, CHANGED, False, True),
+        (SAME, PARTED, False, True),
+        (CHANGED, CHANGED, False, False),
+        (PARTED, None, False, False),
+    ],
+)
+def test_lost_states_must_change_only_turns_with_hits(first, later, intact, damaged):
+    words = [Word(turn, 0, *word) for turn, word in enumerate((first, later)) if word]
+    turn = {"before": {}, "counters": {"prefix_cache_hits": 272}}
+    for name, passed in (("talk-cache", intact), (talks.DAMAGED, damaged)):
+        result = talks._judge_hits(name, {"turns": [turn]}, words, 0.01)
+        assert result["passed"] is passed
+
+
+def test_engine_waits_until_the_gpu_has_memory(monkeypatch, tmp_path):
+    def wait(_):
+        raise TimeoutError
+
+    monkeypatch.setattr(gpu_memory, "FOLDER", tmp_path / "locks")
+    monkeypatch.setattr(gpu_memory, "memory_gib", lambda _: 10)
+    monkeypatch.setattr(gpu_memory.time, "sleep", wait)
+    with gpu_memory.reserve("0", 5):
+        with gpu_memory.reserve("0", 3), gpu_memory.reserve("1", 8):
+            pass
+        with pytest.raises(TimeoutError), gpu_memory.reserve("0", 4):
+            pass
+    with gpu_memory.reserve("0", 100):
+        pass
+
+
+def test_resumed_run_repeats_only_engines_that_did_not_run(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "none")
+    cases = [{"name": state, "tree": "tree", "options": {}} for state in ("ran", "refused")]
+    for case in cases:
+        path = tmp_path / f"{case['name']}.json"
+        path.write_text(json.dumps({"case": case, "state": case["name"]}))
+        path.with_suffix(".log").write_text("")
+    results = run_cases(cases, tmp_path, tmp_path, module="no.such.module", resume=True)
+    assert {name: result["state"] for name, result in results.items()} == {
+        "ran": "ran", "refused": "died",
+    }  # fmt: skip
