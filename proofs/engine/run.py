@@ -32,7 +32,9 @@ def run_cases(
     """
     out.mkdir(parents=True, exist_ok=True)
     devices = visible_devices()
-    cards, threads = itertools.cycle(devices), max(1, (os.cpu_count() or 1) // at_once)
+    cards, shared = itertools.cycle(devices), {}
+    if at_once > 1:  # torch would start a thread per core in every engine
+        shared["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // at_once))
     jobs = {}
     with ThreadPoolExecutor(at_once) as pool:
         for case in cases:
@@ -41,7 +43,7 @@ def run_cases(
                 continue
             size = case["options"].get("tensor_parallel_size", 1)
             own = devices[:size] if size > 1 else [next(cards)]
-            jobs[case["name"]] = pool.submit(_run, case, trees, out, own, module, limit_s, threads)
+            jobs[case["name"]] = pool.submit(_run, case, trees, out, own, module, limit_s, shared)
         return {name: job.result() for name, job in jobs.items()}
 
 
@@ -79,7 +81,7 @@ def _run(
     devices: list[str],
     module: str,
     limit_s: float,
-    threads: int,
+    shared: dict[str, str],
 ) -> dict[str, Any]:
     (out / f"{case['name']}.json").unlink(missing_ok=True)
     path = out / f"{case['name']}.case.json"
@@ -88,8 +90,8 @@ def _run(
     if "model" in draft:
         options["speculative_config"] = {**draft, "model": str(trees / draft["model"])}
     path.write_text(json.dumps({**case, "options": options, "tree": str(trees / case["tree"])}))
-    own = {"CUDA_VISIBLE_DEVICES": ",".join(devices), "OMP_NUM_THREADS": str(threads)}
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", **own}
+    visible = {"CUDA_VISIBLE_DEVICES": ",".join(devices)}
+    environment = {**shared, **os.environ, "PYTHONUNBUFFERED": "1", **visible}
     command = [sys.executable, "-m", module, str(path), str(out)]
     with ExitStack() as stack:
         for device in devices:  # in order: two engines never wait for each other
