@@ -19,7 +19,7 @@ hold_lease(state, host)
 plan, payload = plan_for(host), read_payload()
 if plan.requantized is None:
     fix = "run `spark-deploy add MODEL --requantize`, or set checkpoint.source: requantized"
-    raise PlanError.one(host.name, "checkpoint.source is not requantized", fix)
+    raise PlanError.single(host.name, "checkpoint.source is not requantized", fix)
 later = (CHECKPOINT_JOB, RANK_JOB)
 jobs = tuple(job for job in plan_jobs(plan, payload.image_context) if job.job.kind not in later)
 release = f"{plan.release.service}-requantize"

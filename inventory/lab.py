@@ -18,7 +18,7 @@ _state = _pathlib.Path(_os.environ.get("SPARK_LAB_DIR", "/var/lib/spark-lab")) /
 try:
     _lab = _json.loads(_state.read_text(encoding="utf-8"))
 except (OSError, ValueError) as _error:
-    raise _SettingsError.one(
+    raise _SettingsError.single(
         str(_state),
         f"the lab's state cannot be read ({_error})",
         "start the lab: run `make lab-up`",

@@ -67,12 +67,12 @@ class Login:
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             problem = f"no answer within {timeout_s:g} s"
-            raise SparkError.one(self.name, problem, CHECK_NETWORK) from None
+            raise SparkError.single(self.name, problem, CHECK_NETWORK) from None
         if result.returncode != 0:
             if reason := ssh_reason(result.stderr):
                 raise SparkError([unreachable(self.name, *reason)])
             problem = result.stderr.strip() or f"exit code {result.returncode}"
-            raise SparkError.one(self.name, problem, "run `spark-deploy status`")
+            raise SparkError.single(self.name, problem, "run `spark-deploy status`")
         return result.stdout
 
 
@@ -81,7 +81,7 @@ def read_served(login: Login, service: str) -> tuple[Served, Release]:
     state = status.services.get(service)
     if state is None or state.active is None:
         fix = "run `spark-deploy start`, or deploy it with `spark-deploy up`"
-        raise SparkError.one(login.name, f"service {service} is stopped", fix)
+        raise SparkError.single(login.name, f"service {service} is stopped", fix)
     release = parse(Release, login.run(f"cat {shlex.quote(release_file(state.active))}"))
     system = dict(
         line.split("=", 1) for line in login.run(SYSTEM_SCRIPT).splitlines() if "=" in line
@@ -166,7 +166,7 @@ def open_tunnel(login: Login, port: int) -> Iterator[int]:
         while not is_open(local_port):
             if time.monotonic() > deadline or process.poll() is not None:
                 problem, fix = "cannot open a tunnel to the gateway", "run `spark-deploy connect`"
-                raise SparkError.one(login.name, problem, fix)
+                raise SparkError.single(login.name, problem, fix)
             time.sleep(0.1)
         yield local_port
     finally:
@@ -276,7 +276,9 @@ def measure_loads(
         note(f"{title}: {load.output_tokens_per_s:.1f} tok/s, {first_token}")
         if failed := load.requests - load.completed:
             problem = f"{failed} of {load.requests} requests failed"
-            raise SparkError.one(login.name, problem, "run `spark-deploy logs` to see the reason")
+            raise SparkError.single(
+                login.name, problem, "run `spark-deploy logs` to see the reason"
+            )
         loads.append(load)
     return version, tuple(loads)
 

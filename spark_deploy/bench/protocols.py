@@ -142,7 +142,7 @@ def _endpoint_error(
     endpoint: Endpoint, problem: str, error_type: type[SparkError] = SparkError
 ) -> SparkError:
     fix = "run `spark-deploy status`, fix the server, then run this command again"
-    return error_type.one(endpoint.base_url, problem, fix)
+    return error_type.single(endpoint.base_url, problem, fix)
 
 
 def _delta_texts(chunk: dict[str, Any]) -> Iterator[tuple[str, bool]]:
@@ -210,7 +210,7 @@ def measure_grid(
     if process.returncode != 0 or not result.is_file():
         tail = "\n".join(process.stdout.strip().splitlines()[-8:])
         fix = "fix this error, then run the benchmark again"
-        raise SparkError.one("llama-benchy", f"failed:\n{tail}", fix)
+        raise SparkError.single("llama-benchy", f"failed:\n{tail}", fix)
     return parse_cells(json.loads(result.read_text()))
 
 

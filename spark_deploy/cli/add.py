@@ -165,7 +165,9 @@ def _inspect(options: Options, source: str, host: Target) -> int:
     if Path(source).is_dir():
         source = str(Path(source).absolute())
     elif not is_repository(source.partition("@")[0]):
-        raise CatalogError.one(source, "is neither a directory nor ORG/NAME", "check the spelling")
+        raise CatalogError.single(
+            source, "is neither a directory nor ORG/NAME", "check the spelling"
+        )
     with temporary_builder(host.settings.hub) as builder:
         arguments = [builder_api.JSON] if options.json else []
         for model in host.catalog.models.values():
@@ -240,7 +242,7 @@ def _draft_from_repository(source: str, host: Target) -> Draft:
     repository, _, revision = source.partition("@")
     if not is_repository(repository):
         problem = "is neither a file nor ORG/NAME[@REVISION]"
-        raise CatalogError.one(source, problem, "check the spelling")
+        raise CatalogError.single(source, problem, "check the spelling")
     revision, hub = revision or "main", host.settings.hub
     content = describe_repository(f"{repository}@{revision}", hub, all_documents=True)
     card = read_model_card(hub.endpoint, repository, content.commit, read_hub_token(hub))

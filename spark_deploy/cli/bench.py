@@ -125,7 +125,7 @@ def list_stages(target: Target) -> list[str]:
     }
     if not stages:
         fix = "set `stage` in the profiles in catalog/"
-        raise SparkError.one(target.name, f"{model} has no profile with a stage", fix)
+        raise SparkError.single(target.name, f"{model} has no profile with a stage", fix)
     return [stages[stage] for stage in sorted(stages)]
 
 
@@ -191,7 +191,7 @@ def _read_result(path: Path) -> BenchResult:
     except (OSError, DocumentError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         fix = "pass files written by `spark-deploy bench` (DIR/HOST-TIME.json)"
-        raise SparkError.one(str(path), f"invalid benchmark result: {reason}", fix) from error
+        raise SparkError.single(str(path), f"invalid benchmark result: {reason}", fix) from error
 
 
 def _measure(
@@ -270,7 +270,7 @@ class _Run:
 
     def skip(self, problem: str, fix: str) -> None:
         if self.measurement.protocols:
-            raise SparkError.one(self.login.name, problem, fix)
+            raise SparkError.single(self.login.name, problem, fix)
         self.notes.append(f"{problem}; {fix}")
 
     def measure_seeds(self) -> tuple[Answer, ...]:

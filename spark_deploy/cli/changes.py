@@ -234,7 +234,7 @@ def confirm(options: Options, question: str) -> None:
 
 def check_confirmable(options: Options) -> None:
     if not options.yes and not sys.stdin.isatty():
-        raise SparkError.one("confirmation", "requires a terminal", "use a terminal, or add -y")
+        raise SparkError.single("confirmation", "requires a terminal", "use a terminal, or add -y")
 
 
 def deploy(
@@ -305,7 +305,7 @@ def stop(options: Options, service: str | None, period: str | None) -> int:
         number, unit = period[:-1], period[-1:]
         if not number.isdecimal() or not int(number) or unit not in _UNIT_SECONDS:
             problem = f"invalid period {period!r}, expected a number and m, h or d"
-            raise SparkError.one("--for", problem, "add a valid period, for example `--for 90m`")
+            raise SparkError.single("--for", problem, "add a valid period, for example `--for 90m`")
         arguments += ["--for", str(int(number) * _UNIT_SECONDS[unit])]
     return _run_tool(options, "stop", arguments, service)
 
@@ -365,7 +365,7 @@ def _require_all_members(options: Options, command: str, hosts: list[Target]) ->
         if missing := [name for name in members if name not in names]:
             problem = f"is in a cluster with {', '.join(missing)}, which must be selected too"
             fix = f"run `{next_command(options, command, *members)}`"
-            raise SparkError.one(host.name, problem, fix)
+            raise SparkError.single(host.name, problem, fix)
 
 
 def _preview_text(command: str, status: HostStatus, name: str) -> str:

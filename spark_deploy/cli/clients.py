@@ -207,9 +207,9 @@ def _render_litellm(servers: Servers) -> Iterator[str]:
 def _render_vllm_router(servers: Servers) -> Iterator[str]:
     where, fix = "--for vllm-router", "use --for litellm"
     if len({server.names for server in servers}) > 1:
-        raise SparkError.one(where, "the hosts serve different models", fix)
+        raise SparkError.single(where, "the hosts serve different models", fix)
     if any(server.ca for server in servers):
-        raise SparkError.one(where, "vllm-router cannot use a private CA", fix)
+        raise SparkError.single(where, "vllm-router cannot use a private CA", fix)
     urls = [server.base_url.removesuffix("/v1") for server in servers]
     argv = ["vllm-router", "--policy", "consistent_hash"]
     # By default, the router tries a request five times, but avoids a host only after ten failures.

@@ -66,7 +66,7 @@ _PORT_FIX = "stop the program that uses this port, then run the command again"
 def connect(options: Options, client: str | None, service: str | None, tunnel: bool) -> int:
     flags = {"--for": client, "--tunnel": tunnel, "--json": options.json}
     if len(given := [name for name, value in flags.items() if value]) > 1:
-        raise SparkError.one(" and ".join(given), "cannot be combined", f"remove {given[1]}")
+        raise SparkError.single(" and ".join(given), "cannot be combined", f"remove {given[1]}")
     hosts = hosts_for_clients(select_hosts(options, must_serve=False), options, service)
     servers = make_connections(hosts, options, service)
     if client in ROUTERS:
@@ -89,7 +89,7 @@ def hosts_for_clients(hosts: list[Target], options: Options, service: str | None
         head = _head_name(hosts[0])
         problem = f"is a worker of a cluster; only the head {head} serves clients"
         fix = f"run `{next_command(options, 'connect', head)}`"
-        raise SparkError.one(hosts[0].name, problem, fix)
+        raise SparkError.single(hosts[0].name, problem, fix)
     return answering
 
 
@@ -130,7 +130,7 @@ def _print_client(
 ) -> None:
     if len(servers) != 1:
         problem = f"{len(servers)} hosts selected: {', '.join(server.host for server in servers)}"
-        raise SparkError.one(f"--for {name}", problem, "select one host")
+        raise SparkError.single(f"--for {name}", problem, "select one host")
     [server], (instructions, render) = servers, CLIENTS[name]
     if name in EXPORT_KEY:  # a shell would ignore the failure and export an empty key
         make_login(hosts[0]).run(f"cat {server.key_path} > /dev/null")
@@ -255,7 +255,7 @@ def _keep_tunnels_open(servers: Sequence[Connection]) -> None:
     """Keep the tunnels open until Ctrl-C or a failure; print the URL of each open tunnel."""
     if not servers:
         fix = "run `spark-deploy connect` without --tunnel"
-        raise SparkError.one("--tunnel", "these hosts need no tunnel", fix)
+        raise SparkError.single("--tunnel", "these hosts need no tunnel", fix)
     # Without this handler, Ctrl-C could interrupt between the start and registration of a tunnel.
     interrupts: list[int] = []
     signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
@@ -263,7 +263,7 @@ def _keep_tunnels_open(servers: Sequence[Connection]) -> None:
         running: dict[Connection, subprocess.Popen[str]] = {}
         for server in servers:
             if is_open(port := _local_port(server)):
-                raise SparkError.one(
+                raise SparkError.single(
                     server.host, f"port {port} is in use on this machine", _PORT_FIX
                 )
             process = running[server] = subprocess.Popen(
@@ -296,7 +296,7 @@ def _tunnel_error(name: str, process: subprocess.Popen[str]) -> SparkError:
     if reason := ssh_reason(output):
         return SparkError([unreachable(name, *reason)])
     problem = f"tunnel ended with exit code {process.returncode}: {one_line(output)}"
-    return SparkError.one(name, problem, _PORT_FIX)
+    return SparkError.single(name, problem, _PORT_FIX)
 
 
 @click.command
@@ -316,7 +316,9 @@ def ask(options: Options, question: str, service: str | None, tokens: int) -> in
         if (task := make_connection(target, service=service).task) != "chat":
             command = next_command(options, "connect", target.name)
             fix = f"run `{command}` and send the request that it prints"
-            raise SparkError.one(target.name, f"the model is a {task} model, not a chat model", fix)
+            raise SparkError.single(
+                target.name, f"the model is a {task} model, not a chat model", fix
+            )
         if len(hosts) > 1 and not options.json:
             print(f"{target.name}:")
         results.append(ask_host(target, question, service, tokens, print_answer=not options.json))

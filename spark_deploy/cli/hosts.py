@@ -109,7 +109,7 @@ def inventory_path(options: Options) -> Path:
         if path.is_file():
             return path
     fix = "change to the folder that `spark-deploy init` created, or add --inventory DIR"
-    raise SettingsError.one(str(default), "not found in this directory or its parents", fix)
+    raise SettingsError.single(str(default), "not found in this directory or its parents", fix)
 
 
 def _is_trusted(inventory: Path) -> bool:
@@ -177,7 +177,7 @@ def selected_services(host: Target, service: str | None) -> list[str]:
         return services
     if service not in services:
         fix = suggest(service, services, f"choose from: {', '.join(services)}")
-        raise SparkError.one(f"--service {service}", f"{host.name} has no such service", fix)
+        raise SparkError.single(f"--service {service}", f"{host.name} has no such service", fix)
     return [service]
 
 

@@ -140,7 +140,7 @@ def _reject_other_hosts(file: Path, lines: Sequence[str]) -> None:
             "exists, and init does not change the file",
             f"add to the file: {'; '.join(missing)}",
         )
-        raise SparkError.one(str(file), problem, fix)
+        raise SparkError.single(str(file), problem, fix)
     different = []
     for line in lines:
         [(name, given)] = yaml.safe_load(line).items()
@@ -165,7 +165,7 @@ def _default_hosts(folder: Path, local: bool) -> list[str]:
         return _host_lines([LOCAL], None)
     if not sys.stdin.isatty():
         fix = "run `spark-deploy init DIR --host spark-1=192.168.1.21 --user nvidia`"
-        raise SparkError.one(
+        raise SparkError.single(
             "hosts", "no host was given, and there is no terminal to ask for it", fix
         )
     if is_spark and click.confirm(
@@ -217,7 +217,7 @@ def _write(path: Path, text: str) -> bool:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         fix = "choose a writable folder"
-        raise SparkError.one(str(path), f"cannot be written: {error.strerror}", fix) from error
+        raise SparkError.single(str(path), f"cannot be written: {error.strerror}", fix) from error
     return True
 
 

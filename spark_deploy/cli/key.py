@@ -36,7 +36,7 @@ def key(options: Options, action: str, name: str, **limits: int | None) -> int:
         # The argument after `list` is a host name.
         return _print_keys(replace(options, limit=[*options.limit, *[name] * bool(name)]))
     if not name:
-        raise SparkError.one(
+        raise SparkError.single(
             f"key {action}", "no name given", f"add a name, for example `key {action} anna`"
         )
     if action == "add":
@@ -49,7 +49,7 @@ def _add(options: Options, name: str, limits: dict[str, int]) -> int:
     all_hosts = select_hosts(replace(options, limit=[], exclude=[]), must_serve=False)
     if any(name in host.settings.serve.keys for host in all_hosts):
         fix = f"choose another name, or first run `spark-deploy key revoke {name}`"
-        raise SparkError.one(f"key {name}", "already exists", fix)
+        raise SparkError.single(f"key {name}", "already exists", fix)
     token = f"sk-{secrets.token_urlsafe(32)}"
     values = {f"{_KEYS}.{name}": {"sha256": sha256(token.encode()).hexdigest(), **limits}}
     write = functools.partial(write_values, selected, all_hosts, values, label=f"key add {name}")
@@ -66,13 +66,15 @@ def _add(options: Options, name: str, limits: dict[str, int]) -> int:
 
 def _revoke(options: Options, name: str) -> int:
     if options.limit or options.exclude:
-        raise SparkError.one("key revoke", "always applies to all hosts", "remove the host names")
+        raise SparkError.single(
+            "key revoke", "always applies to all hosts", "remove the host names"
+        )
     hosts = select_hosts(options, must_serve=False)
     root = hosts[0].loaded.root
     if not (files := remove_entry(root, _KEYS, name, dry=True)):
         key_names = sorted({key for host in hosts for key in host.settings.serve.keys})
         fix = f"choose from: {', '.join(key_names)}" if key_names else "run `spark-deploy key list`"
-        raise SparkError.one(f"key revoke {name}", "no settings file contains this key", fix)
+        raise SparkError.single(f"key revoke {name}", "no settings file contains this key", fix)
     for file in files:
         note(f"{file}: will remove {_KEYS}.{name}")
     if options.dry:

@@ -72,7 +72,9 @@ def models(options: Options, search: Sequence[str], shows_all: bool) -> int:
     ]
     if not listed:
         fix = suggest(" ".join(search), catalog.models, "run `spark-deploy models` to list all")
-        raise SparkError.one(f"models {' '.join(search)}", "no model in the catalog matches", fix)
+        raise SparkError.single(
+            f"models {' '.join(search)}", "no model in the catalog matches", fix
+        )
     listed.sort(key=lambda model: (model.hosts or 99, -(model.tokens_per_s or 0), model.name))
     if options.json:
         print_result(options, listed, ())
@@ -288,11 +290,13 @@ def write_files(root: Path, texts: Mapping[tuple[str, str], str], *, force: bool
 def _reject_existing(paths: Mapping[tuple[str, str], Path]) -> None:
     for (kind, name), path in paths.items():
         if path.exists():
-            raise CatalogError.one(str(path), "already exists", "add --force, or remove the file")
+            raise CatalogError.single(
+                str(path), "already exists", "add --force, or remove the file"
+            )
         if name in catalog_files(kind):
             problem = "would replace the shipped file with the same name"
             fix = "choose another name, or add --force to replace the shipped file"
-            raise CatalogError.one(str(path), problem, fix)
+            raise CatalogError.single(str(path), problem, fix)
 
 
 def _check(root: Path, written: list[tuple[str, str]]) -> None:

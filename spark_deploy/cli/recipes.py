@@ -65,7 +65,7 @@ def draft_from_recipe(data: Mapping[str, Any], source: str, engine: Engine | Non
     recipe = _parse(data, source)
     if not is_repository(recipe.repository):
         problem = f"invalid model {recipe.repository[:60]!r}, expected a Hub repository"
-        raise CatalogError.one(source, problem, "set the model to ORG/NAME")
+        raise CatalogError.single(source, problem, "set the model to ORG/NAME")
     arguments = read_arguments(recipe.args)
     for kind, parser in list(arguments.parsers.items()):
         if engine is not None and parser not in getattr(engine, kind):
@@ -75,7 +75,7 @@ def draft_from_recipe(data: Mapping[str, Any], source: str, engine: Engine | Non
             )
     if (gpus := max(recipe.nodes, arguments.devices)) > 1:
         problem = f"requires {gpus} GPUs, but imported models run on a single Spark with one GPU"
-        raise CatalogError.one(source, problem, "use a recipe for one Spark")
+        raise CatalogError.single(source, problem, "use a recipe for one Spark")
     draft = Draft(recipe.repository, recipe.revision)
     draft.about = [
         f"Written by `spark-deploy add` from {source}, {recipe.kind}. "
@@ -112,7 +112,7 @@ def _parse(data: Mapping[str, Any], source: str) -> Recipe:
     if "model" in data and ("command" in data or "defaults" in data):
         return _parse_sparkrun(data, source)
     kinds = "a recipe of sparkrun 2, spark-vllm-docker 1, NVIDIA or vllm-project/recipes"
-    raise CatalogError.one(source, "unsupported recipe format", f"use {kinds}")
+    raise CatalogError.single(source, "unsupported recipe format", f"use {kinds}")
 
 
 def _parse_sparkrun(data: Mapping[str, Any], source: str) -> Recipe:
@@ -122,7 +122,7 @@ def _parse_sparkrun(data: Mapping[str, Any], source: str) -> Recipe:
         values = {**defaults, "model": data.get("model")}
         texts = {name: str(value) for name, value in values.items()}
         if len(template) * max(map(len, texts.values())) > _MAX_CHARACTERS:
-            raise CatalogError.one(source, "the command is too long", "use another recipe")
+            raise CatalogError.single(source, "the command is too long", "use another recipe")
         command = re.sub(r"\{(\w+)\}", lambda match: texts.get(match[1], match[0]), template)
         args, exported, unused = _split_serve_command(command)
         unused += [f"defaults.{name}: the command does not use it" for name in defaults

@@ -49,7 +49,7 @@ def set_(options: Options, assignments: Sequence[str]) -> int:
     texts = {key: text for key, _, text in (word.partition("=") for word in assignments)}
     if not texts:
         fix = "add a value, for example `set serve.port=8001`"
-        raise SparkError.one("set", "no KEY=VALUE given", fix)
+        raise SparkError.single("set", "no KEY=VALUE given", fix)
     selected = select_hosts(options, must_serve=False)
     all_hosts = select_hosts(replace(options, limit=[], exclude=[]), must_serve=False)
     values = {key: _parse(text) for key, text in texts.items()}
@@ -194,7 +194,7 @@ def _write(file: Path, values: Mapping[str, str], root: Path, *, dry: bool) -> N
     changed = set_keys(text, values)
     if changed is None:
         keys = " and ".join(f"{key}: {value}" for key, value in values.items())
-        raise SparkError.one(str(file), "cannot edit this file", f"add to the file: {keys}")
+        raise SparkError.single(str(file), "cannot edit this file", f"add to the file: {keys}")
     if not dry:
         mode = file.stat().st_mode & 0o777 if file.exists() else 0o644
         files.write_text(file, changed, mode)
@@ -272,7 +272,7 @@ def settings(options: Options, key: str | None) -> int:
         if not defaults:
             parts = {part for name in values for part in name.split(".")}
             fix = suggest(key, [*values, *parts], "run `spark-deploy settings` to list all")
-            raise SparkError.one(f"settings {key}", "no setting name contains this text", fix)
+            raise SparkError.single(f"settings {key}", "no setting name contains this text", fix)
         text = "\n".join([*_matching_lines(text, key), *_changed_values(options, key, values)])
     print(json.dumps(defaults, indent=1) if options.json else text)
     return 0
@@ -397,4 +397,4 @@ def _parse_choice(choice: str, catalog: Catalog) -> dict[str, str]:
     shipped = [name for name in models if not name.startswith("lab-")]
     names = f"models: {', '.join(shipped)}; profiles: {', '.join(profiles)}"
     fix = suggest(unknown, [*shipped, *profiles], f"choose from {names}")
-    raise SparkError.one(f"use {choice}", f"the catalog does not contain '{unknown}'", fix)
+    raise SparkError.single(f"use {choice}", f"the catalog does not contain '{unknown}'", fix)

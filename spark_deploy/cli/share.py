@@ -274,16 +274,18 @@ def _locked_sources(shared: Shared, host: Target) -> Iterator[LockedSource]:
     for repo, source in shared.sources.items():
         if repo not in names:
             problem = f"neither {shared.name} nor {shared.profile_name} uses this repository"
-            raise LockError.one(repo, problem, "remove the repository from `sources` in the file")
+            raise LockError.single(
+                repo, problem, "remove the repository from `sources` in the file"
+            )
         existing = lock.sources.get(repo)
         if existing is not None and existing.commit != source.commit:
             problem = f"is locked at {existing.commit[:12]}, but the file has {source.commit[:12]}"
             fix = f"remove it from {host.loaded.lock_path.name} to use the commit in the file"
-            raise LockError.one(repo, problem, fix)
+            raise LockError.single(repo, problem, fix)
         on_hub = hub.look_up_repo(settings.endpoint, repo, source.commit, token)
         if on_hub.commit != source.commit:
             problem = f"the hub has no commit {source.commit}"
-            raise LockError.one(repo, problem, "ask the file's author for another file")
+            raise LockError.single(repo, problem, "ask the file's author for another file")
         yield replace(on_hub, revision=source.revision)
 
 

@@ -48,7 +48,7 @@ def status(options: Options, files: bool, planned: bool) -> int:
     if files:
         return _planned_files(options) if planned else _managed_files(options)
     if planned:
-        raise SparkError.one("--planned", "requires --files", "add --files")
+        raise SparkError.single("--planned", "requires --files", "add --files")
     counts: dict[str, dict[str, RequestCounts]] = {}
 
     def read(host: Host, target: Target) -> HostStatus | None:

@@ -175,7 +175,7 @@ def _bootstrap(hosts: Sequence[Target], options: Options) -> int:
     names = [endpoint.host for endpoint in access.without_access]
     if options.dry:
         fix = "run `spark-deploy up` without --dry"
-        raise SparkError.one(", ".join(names), "SSH key or sudo rule is missing", fix)
+        raise SparkError.single(", ".join(names), "SSH key or sudo rule is missing", fix)
     note(f"{', '.join(names)}: the SSH key or sudo rule is missing; enter the password once")
     options = replace(options, limit=names, exclude=[], verbose=True)
     changes.print_command(changes.pyinfra_command("bootstrap", options, names, ["-y"]))

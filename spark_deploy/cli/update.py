@@ -111,7 +111,7 @@ def _reject_unknown_names(only: Sequence[str], hosts: list[Target]) -> None:
     for name in only:
         if name not in known:
             fix = suggest(name, known, f"choose from: {', '.join(known)}")
-            raise LockError.one(
+            raise LockError.single(
                 f"--only {name}", "no selected host uses this repository or image", fix
             )
 
@@ -180,7 +180,7 @@ def _with_donor_hashes(lock: Lock, host: Target, status: HostStatus) -> Lock:
         if sha256 is None or not lock.has_result_for(names):
             continue
         if locked not in (None, sha256):
-            raise LockError.one(
+            raise LockError.single(
                 f"{host.name}: {build.dir}",
                 f"was built from FP8 tensors with sha256 {sha256}, but the lock has {locked}",
                 "find out which hub or proxy sent different data; "

@@ -22,7 +22,7 @@ class SparkError(PyinfraError):
         super().__init__("\n".join(["", *(str(problem) for problem in self.problems)]))
 
     @classmethod
-    def one(cls: type[_Error], where: str, what: str, fix: str) -> _Error:
+    def single(cls: type[_Error], where: str, what: str, fix: str) -> _Error:
         return cls([Problem(where, what, fix)])
 
 

@@ -246,15 +246,15 @@ def _read_authority(ca_dir: str) -> _Authority | None:
         key = load_key((folder / CA_KEY_FILE).read_bytes())
     except (OSError, ValueError, TypeError) as error:
         message = f"{folder} contains no CA ({type(error).__name__})"
-        raise SettingsError.one("serve.ca_dir", message, fix) from error
+        raise SettingsError.single("serve.ca_dir", message, fix) from error
     matches = public_key_pem(certificate) == public_key_pem(key)
     if not isinstance(key, ec.EllipticCurvePrivateKey) or not matches:
         message = f"certificate and key in {folder} do not match"
-        raise SettingsError.one("serve.ca_dir", message, fix)
+        raise SettingsError.single("serve.ca_dir", message, fix)
     if certificate.not_valid_after_utc - now() < timedelta(days=RENEW_DAYS):
         message = f"the CA in {folder} expires on {certificate.not_valid_after_utc:%Y-%m-%d}"
         fix = f"rename {folder} and retry; then install the new CA on the clients"
-        raise SettingsError.one("serve.ca_dir", message, fix)
+        raise SettingsError.single("serve.ca_dir", message, fix)
     return _Authority(certificate, key)
 
 

@@ -122,7 +122,7 @@ def _proxy_address(url: str | SecretRef) -> str:
     if not _VALID_URL.fullmatch(address) or _QUOTES.search(address):
         message = "invalid URL; expected a URL such as http://user:password@proxy.example.org:3128"
         fix = "write quotes, backslashes and spaces in the URL as %22, %27, %5C and %20"
-        raise SettingsError.one("proxy.url", message, fix)
+        raise SettingsError.single("proxy.url", message, fix)
     return address
 
 

@@ -157,7 +157,7 @@ def _secret_files(plan: GatewayPlan) -> list[ManagedFile]:
         if not _VALID_KEY.fullmatch(key):
             message = f"invalid key in {plan.key.kind} {plan.key.value[0]}"
             fix = "use 16 to 512 letters, digits or . _ ~ + / = -"
-            raise SettingsError.one("serve.api_key", message, fix)
+            raise SettingsError.single("serve.api_key", message, fix)
         files.append(ManagedFile(plan.settings.key_path, f"{key}\n".encode(), 0o600))
     if plan.tls and plan.tls.mode == "own-cert":
         # Imported here, because X.509 takes time to import and few services need it.

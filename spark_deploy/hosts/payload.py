@@ -149,7 +149,7 @@ def _download_wheels(requirements: str, python_version: str, machine: str, folde
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode != 0:
         reason = (result.stderr.strip().splitlines() or ["pip failed"])[-1]
-        raise SparkError.one(
+        raise SparkError.single(
             requirements,
             f"cannot download the pinned wheels for Python {python_version} on {machine}: {reason}",
             "connect this machine to the package index once; hosts need no access to it",

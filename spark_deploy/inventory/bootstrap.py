@@ -58,7 +58,7 @@ class Contact:
 def contact_of(host: Host) -> Contact:
     contact = host.data.get(CONTACT_KEY)
     if not isinstance(contact, Contact):
-        raise SettingsError.one(host.name, *NOT_LISTED)
+        raise SettingsError.single(host.name, *NOT_LISTED)
     return contact
 
 
@@ -123,7 +123,7 @@ def _confirm_host_keys(keys: Sequence[HostKey], confirm: Callable[[str], str]) -
     file = os.environ.get(HOST_KEYS_FILE_VARIABLE)
     unknown = [key for key in new if not (file and is_listed(key, file))]
     if unknown and not sys.stdin.isatty():
-        raise SettingsError.one(
+        raise SettingsError.single(
             f"host key of {', '.join(key.endpoint.host for key in unknown)}",
             "is not in known_hosts, and -y does not confirm it",
             "run in a terminal, or copy the host key from the machine into a known_hosts file "
@@ -131,7 +131,7 @@ def _confirm_host_keys(keys: Sequence[HostKey], confirm: Callable[[str], str]) -
         )
     question = f"record {'it' if len(unknown) == 1 else 'them'}? [y/N] "
     if unknown and confirm(question).strip().lower() != "y":
-        raise SettingsError.one(
+        raise SettingsError.single(
             "host keys", "were not confirmed", "compare the fingerprints, then retry"
         )
     record_host_keys(new)
@@ -164,7 +164,7 @@ def _read_passwords(
             continue
         if set(pending) == checkable:
             fix = "check ssh.user, then run again with the correct password"
-            raise SettingsError.one("password", f"rejected by {names}", fix)
+            raise SettingsError.single("password", f"rejected by {names}", fix)
         _log(f"{names}: password rejected; run the command again with --limit to retry these hosts")
         break
     return passwords

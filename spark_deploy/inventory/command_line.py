@@ -40,7 +40,7 @@ def parse_overrides(arguments: Mapping[str, Any]) -> dict[str, Any]:
     for item in arguments.get("data") or ():
         key, equals, text = item.partition("=")
         if not equals:
-            raise SettingsError.one(f"--data {key}", "has no value", "write `--data key=value`")
+            raise SettingsError.single(f"--data {key}", "has no value", "write `--data key=value`")
         if not key.startswith(("_", "ssh_")):
             settings[key] = _parse_value(text)
     return settings
@@ -99,7 +99,7 @@ def missing_inventory(path: str) -> SettingsError:
     same_name = [str(file) for file in existing if file.name == missing.name]
     files = same_name[:1] or [str(file) for file in existing]
     fix = suggest(path, files, "pass the path of an inventory file, such as inventory/spark.py")
-    return SettingsError.one(path, "is not an inventory file", fix)
+    return SettingsError.single(path, "is not an inventory file", fix)
 
 
 def _is_host(name: str) -> bool:

@@ -125,7 +125,7 @@ def _is_relevant(record: logging.LogRecord) -> bool:
 
 def reject_prompt(prompt: str) -> NoReturn:
     """Raise SettingsError; replaces pyinfra's prompt, which puts the password into argv."""
-    raise SettingsError.one("sudo", "needs a password", "run deploys/bootstrap.py once")
+    raise SettingsError.single("sudo", "needs a password", "run deploys/bootstrap.py once")
 
 
 def patch_pyinfra() -> None:

@@ -137,7 +137,7 @@ def groups_from(
     selected = select_hosts(arguments, groups, stem)
     if not selected:
         excluded = " ".join(f"--exclude {pattern}" for pattern in arguments.get("exclude") or ())
-        raise SettingsError.one(excluded, "excludes every host", "exclude fewer hosts")
+        raise SettingsError.single(excluded, "excludes every host", "exclude fewer hosts")
     must_serve = requires_valid_models(arguments)
     given_data = host_data or {}
     hosts = _load_settings(

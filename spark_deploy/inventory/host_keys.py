@@ -107,12 +107,12 @@ def readable_ssh_files() -> Iterator[None]:
     except RecursionError as error:
         fix = "correct ProxyJump; run `ssh -G HOST` to print it"
         message = "ProxyJump leads from a jump host to itself"
-        raise SettingsError.one("~/.ssh/config", message, fix) from error
+        raise SettingsError.single("~/.ssh/config", message, fix) from error
     except (ValueError, ConfigParseError, InvalidHostKey) as error:
         reason = error.line if isinstance(error, InvalidHostKey) else error
         fix = "correct that line; run `ssh -G HOST` to print the configuration that ssh uses"
         where = "~/.ssh/config or known_hosts"
-        raise SettingsError.one(where, f"cannot be read: {one_line(reason)}", fix) from error
+        raise SettingsError.single(where, f"cannot be read: {one_line(reason)}", fix) from error
 
 
 def changed_key_problems(keys: Sequence[HostKey]) -> list[Problem]:
@@ -144,12 +144,12 @@ def is_listed(key: HostKey, file: str) -> bool:
             listed: Mapping[str, PKey] = HostKeys(str(path)).lookup(key.entry_name) or {}
     except OSError as error:
         fix = "set the path of a readable known_hosts file"
-        raise SettingsError.one(str(path), str(error.strerror), fix) from error
+        raise SettingsError.single(str(path), str(error.strerror), fix) from error
     match = listed.get(key.key.get_name()) if key.key else None
     if listed and match != key.key:
         message = f"presents the host key {key.fingerprint}, but {path} has a different key"
         fix = "compare both with the key on the machine, because the connection may be intercepted"
-        raise SettingsError.one(key.endpoint.host, message, fix)
+        raise SettingsError.single(key.endpoint.host, message, fix)
     return match is not None
 
 

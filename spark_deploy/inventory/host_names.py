@@ -55,7 +55,7 @@ class HostContext:
 def context_of(host: Host) -> HostContext:
     context = host.data.get(CONTEXT_KEY)
     if not isinstance(context, HostContext):
-        raise SettingsError.one(host.name, *NOT_LISTED)
+        raise SettingsError.single(host.name, *NOT_LISTED)
     return context
 
 

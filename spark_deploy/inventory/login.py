@@ -66,7 +66,7 @@ class PasswordPrompt:
             except OSError as error:
                 message = f"{file}: {error.strerror}"
                 fix = "set the variable to the path of a readable file"
-                raise SettingsError.one(PASSWORD_FILE_VARIABLE, message, fix) from error
+                raise SettingsError.single(PASSWORD_FILE_VARIABLE, message, fix) from error
         elif sys.stdin.isatty():
             users = sorted({endpoint.user or getpass.getuser() for endpoint in endpoints})
             password = self._ask(
@@ -75,9 +75,9 @@ class PasswordPrompt:
         else:
             message = f"is needed for {hosts}, but there is no terminal to enter it in"
             fix = f"run in a terminal, or set {PASSWORD_FILE_VARIABLE} to a file with the password"
-            raise SettingsError.one("password", message, fix)
+            raise SettingsError.single("password", message, fix)
         if not password:
-            raise SettingsError.one("password", "is empty", "run again and enter the password")
+            raise SettingsError.single("password", "is empty", "run again and enter the password")
         return password
 
 
@@ -167,7 +167,7 @@ def _private_key(key_file: str) -> Any:
             problem, fix = "has a passphrase", f"run `ssh-add {path}`, then remove ssh.key_file"
         elif path.exists():
             fix = "set it to a private key in a format that ssh-keygen writes"
-        raise SettingsError.one("ssh.key_file", f"{path}: {problem}", fix) from error
+        raise SettingsError.single("ssh.key_file", f"{path}: {problem}", fix) from error
 
 
 def find_public_key(endpoint: Endpoint) -> str:
@@ -185,7 +185,7 @@ def find_public_key(endpoint: Endpoint) -> str:
     if keys := Agent().get_keys():
         return _public_key_line(keys[0])
     message = "is not set, and neither ~/.ssh nor an agent has a key"
-    raise SettingsError.one("ssh.key_file", message, "run `ssh-keygen -t ed25519`")
+    raise SettingsError.single("ssh.key_file", message, "run `ssh-keygen -t ed25519`")
 
 
 def _identities(endpoint: Endpoint) -> Sequence[str]:
@@ -202,7 +202,9 @@ def _public_key_line(key: PKey) -> str:
 def _read_public_key(path: Path) -> str:
     lines = path.read_text().strip().splitlines()
     if len(lines) != 1 or len(lines[0].split()) < 2:
-        raise SettingsError.one(str(path), "invalid public key", "set ssh.key_file to a valid key")
+        raise SettingsError.single(
+            str(path), "invalid public key", "set ssh.key_file to a valid key"
+        )
     return lines[0]
 
 

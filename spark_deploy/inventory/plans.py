@@ -86,7 +86,7 @@ def ports_of(members: Sequence[str]) -> dict[str, Ports]:
     if absent:
         message = f"cannot query {', '.join(absent)}: unreachable, or excluded by --limit"
         fix = "start all hosts of the cluster, and include them in the run"
-        raise PlanError.one(f"cluster of {', '.join(members)}", message, fix)
+        raise PlanError.single(f"cluster of {', '.join(members)}", message, fix)
     return {name: hosts[name].get_fact(Fabric, _sudo=False) for name in members}
 
 
@@ -176,7 +176,7 @@ def verified_lock(settings: Settings, catalog: Catalog, path: Path, lock: Lock, 
         unread = next(iter(unread_repositories(settings, catalog, lock)), None)
         if unread is not None:
             message = f"the headers of {unread.repository} have not been read yet"
-            raise LockError.one(path.name, message, _LOCK_FIX)
+            raise LockError.single(path.name, message, _LOCK_FIX)
         return lock
     verified = verify_names_if_online(settings, catalog, lock, log)
     if verified != lock:
@@ -245,7 +245,7 @@ def check_inventory() -> None:
 
 
 def _no_host_error(path: Path) -> SettingsError:
-    return SettingsError.one(str(path), "lists no hosts", "list hosts as in inventory/spark.py")
+    return SettingsError.single(str(path), "lists no hosts", "list hosts as in inventory/spark.py")
 
 
 def _parse_host_names(inventory: str) -> list[str]:
@@ -270,7 +270,7 @@ def _run_inventory(path: Path) -> dict[str, Any]:
         line = line or (last.lineno if Path(last.filename).name == path.name else None)
         where = f"{path} line {line}" if line else str(path)
         message = f"cannot run: {type(error).__name__}: {error}"
-        raise SettingsError.one(where, message, "correct the inventory file") from error
+        raise SettingsError.single(where, message, "correct the inventory file") from error
     return {
         name: value
         for name, value in names.items()

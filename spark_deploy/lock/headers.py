@@ -83,7 +83,7 @@ class Builder:
         problem = parse_problem(last_line)
         if problem is None:
             what = f"the header reader exited with {code}: {last_line[:200]!r}"
-            raise LockError.one(arguments[-1], what, "check the free memory of this machine")
+            raise LockError.single(arguments[-1], what, "check the free memory of this machine")
         raise (HeadersUnavailableError if code == _UNAVAILABLE else LockError)([problem])
 
     def read(self, kind: type[_Document], *arguments: str) -> _Document:
@@ -91,7 +91,9 @@ class Builder:
             return documents.parse(kind, self.run(*arguments))
         except DocumentError as error:
             what = f"the header reader's output is malformed: {error}"
-            raise LockError.one(arguments[-1], what, "restore the checkout (git status)") from error
+            raise LockError.single(
+                arguments[-1], what, "restore the checkout (git status)"
+            ) from error
 
 
 @contextmanager
@@ -165,7 +167,7 @@ class ModelConfig:
                 what = (
                     f"{name} is {shorten(value)}, but must be a number from 0 to {_COUNT_LIMIT - 1}"
                 )
-                raise LockError.one(self.where, what, "choose another commit of the repository")
+                raise LockError.single(self.where, what, "choose another commit of the repository")
             return value
         return None
 
@@ -340,7 +342,7 @@ def make_anatomy(repository: str, description: RepositoryDescription) -> Anatomy
     sizes = {part: sum(by_dtype.values()) for part, by_dtype in description.parts.items()}
     if sum(sizes.values()) > _MAX_BYTES:
         what = f"the tensors in the headers add up to {sum(sizes.values())} bytes"
-        raise LockError.one(where, what, "choose another commit of the repository")
+        raise LockError.single(where, what, "choose another commit of the repository")
     cache: tuple[CacheLayers, ...] = ()
     cache_unknown = ""
     try:

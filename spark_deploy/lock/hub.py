@@ -70,20 +70,20 @@ def look_up_repo(endpoint: str, repo: str, revision: str, token: str | None) -> 
         info = _model_info(endpoint, repo, revision, token, files_metadata=True)
     except GatedRepoError as error:
         fix = f"accept the terms at {where}, then run `hf auth login` or set hub.token"
-        raise LockError.one(where, "the repository is gated", fix) from error
+        raise LockError.single(where, "the repository is gated", fix) from error
     except RevisionNotFoundError as error:
         fix = "correct sources.revision in the model file"
-        raise LockError.one(
+        raise LockError.single(
             where, f"the repository has no branch, tag or commit {revision}", fix
         ) from error
     except RepositoryNotFoundError as error:
         fix = "correct the name; for a private repository, run `hf auth login` or set hub.token"
-        raise LockError.one(where, "no such repository", fix) from error
+        raise LockError.single(where, "no such repository", fix) from error
     except (HfHubHTTPError, httpx2.HTTPError, OSError) as error:
         reason = f"{type(error).__name__}: {without_errno(one_line(error))}"
         what = f"the hub cannot be reached: {reason}"
         fix = "check hub.endpoint and the network of this machine, then run the command again"
-        raise LockError.one(where, what, fix) from error
+        raise LockError.single(where, what, fix) from error
     except _MALFORMED as error:
         raise _not_a_hub_error(where, f"{type(error).__name__}: {error}") from error
     return _make_source(where, repo, revision, info)
@@ -138,7 +138,7 @@ def _reject_redirect_to_http(response: httpx2.Response) -> None:
 
 def _not_a_hub_error(where: str, reason: str) -> LockError:
     what = f"the server does not respond like a Hugging Face hub ({one_line(reason)})"
-    return LockError.one(where, what, "correct hub.endpoint, or check for a proxy")
+    return LockError.single(where, what, "correct hub.endpoint, or check for a proxy")
 
 
 def _make_source(where: str, repo: str, revision: str, info: ModelInfo) -> LockedSource:
@@ -149,10 +149,10 @@ def _make_source(where: str, repo: str, revision: str, info: ModelInfo) -> Locke
         sha256 = sibling.lfs.sha256 if sibling.lfs else None
         if sibling.size is None or (sha256 is None and sibling.blob_id is None):
             what = f"the hub lists neither size nor hash for {one_line(sibling.rfilename)}"
-            raise LockError.one(where, what, "set hub.endpoint to another hub")
+            raise LockError.single(where, what, "set hub.endpoint to another hub")
         files.append(_make_file(where, sibling.rfilename, sibling.size, sha256, sibling.blob_id))
     if not info.sha or not files:
-        raise LockError.one(where, "the hub lists no commit or no files", "check the repository")
+        raise LockError.single(where, "the hub lists no commit or no files", "check the repository")
     if not isinstance(info.sha, str) or not _COMMIT.fullmatch(info.sha):
         raise _not_a_hub_error(where, f"the hub lists the commit {info.sha}")
     if len({file.path for file in files}) != len(files):
@@ -160,7 +160,9 @@ def _make_source(where: str, repo: str, revision: str, info: ModelInfo) -> Locke
     files.sort(key=lambda file: file.path)
     downloaded, left_out = split_files(where, files)
     if not downloaded:
-        raise LockError.one(where, "the repository has no file to download", "check the repository")
+        raise LockError.single(
+            where, "the repository has no file to download", "check the repository"
+        )
     return LockedSource(repo, revision, info.sha, downloaded, left_out)
 
 

@@ -79,12 +79,12 @@ def look_up_image(
         return run_with_timeout(LOOKUP_TIMEOUT_S, lambda: _query(reference, arch, insecure, engine))
     except TimeoutError as error:
         fix = "check the registry and the network, then run the command again"
-        raise LockError.one(f"image {reference}", str(error), fix) from error
+        raise LockError.single(f"image {reference}", str(error), fix) from error
     except _MALFORMED as error:
         reason = one_line(f"{type(error).__name__}: {error}")
         what = f"the server does not respond like a registry ({reason})"
         fix = "correct the image reference, or check whether a proxy responds instead"
-        raise LockError.one(f"image {reference}", what, fix) from error
+        raise LockError.single(f"image {reference}", what, fix) from error
 
 
 def _query(reference: str, arch: str, insecure: Sequence[str], engine: bool) -> LockedImage:
@@ -100,7 +100,7 @@ def _query(reference: str, arch: str, insecure: Sequence[str], engine: bool) -> 
         ]
         if not digests:
             what = f"has no linux/{platform['architecture']} image"
-            raise LockError.one(
+            raise LockError.single(
                 f"image {reference}", what, "choose a tag built for this architecture"
             )
         manifest, _ = client.manifest(digests[0])
@@ -116,7 +116,7 @@ def _check_entrypoint(configuration: Mapping[str, Any], reference: str) -> None:
         actual = f"starts {entrypoint!r}" if entrypoint else "has no entrypoint"
         what = f"the image {actual}, but an engine image must start vLLM's server"
         fix = "use an image with the entrypoint `vllm serve`, such as vllm/vllm-openai"
-        raise LockError.one(f"image {reference}", what, fix)
+        raise LockError.single(f"image {reference}", what, fix)
 
 
 class _Client:
@@ -145,7 +145,7 @@ class _Client:
         for expected in expected_digests:
             if digest != expected:
                 what = f"the registry's response does not match digest {one_line(expected)}"
-                raise LockError.one(
+                raise LockError.single(
                     self._where, what, "run the command again; if that fails, check for a proxy"
                 )
         document: dict[str, Any] = json.loads(body)
@@ -167,13 +167,13 @@ class _Client:
             reason = without_errno(one_line(getattr(error, "reason", error)))
             what = f"the registry cannot be reached: {reason}"
             fix = "check the network; list a plain HTTP registry in registries.insecure"
-            raise LockError.one(self._where, what, fix) from error
+            raise LockError.single(self._where, what, fix) from error
 
     def _request_token(self, challenge: str) -> str:
         token_service = parse_challenge(challenge, ("https",))
         if token_service is None:
             fix = "use a registry without login"
-            raise LockError.one(self._where, "the registry requires a login", fix)
+            raise LockError.single(self._where, "the registry requires a login", fix)
         realm, parameters = token_service
         try:
             url = f"{realm}?{urllib.parse.urlencode(parameters)}"
@@ -183,15 +183,15 @@ class _Client:
             reason = getattr(error, "reason", error)
             what = f"{one_line(realm)} returned no token: {one_line(reason)}"
             fix = "check the network, or use a registry without login"
-            raise LockError.one(self._where, what, fix) from error
+            raise LockError.single(self._where, what, fix) from error
         return str(data.get("token") or data.get("access_token"))
 
     def _status_error(self, error: urllib.error.HTTPError) -> LockError:
         if error.code == 404:
             fix = "correct the tag in images"
-            return ImageNotFoundError.one(self._where, "no such image or tag", fix)
+            return ImageNotFoundError.single(self._where, "no such image or tag", fix)
         what = f"the registry returned {error.code} {one_line(error.reason)}"
-        return LockError.one(self._where, what, "run the command again later")
+        return LockError.single(self._where, what, "run the command again later")
 
 
 def _read_body(response: HTTPResponse) -> bytes:

@@ -56,7 +56,7 @@ def write_lock(path: Path, lock: Lock) -> None:
         files.write_text(path, text)
     except OSError as error:
         fix = "make its directory writable, or set lock_file to another path"
-        raise LockError.one(str(path), f"cannot be written: {error.strerror}", fix) from error
+        raise LockError.single(str(path), f"cannot be written: {error.strerror}", fix) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def check_single_revisions(sources: Iterable[tuple[str, str]]) -> None:
         if first != revision:
             what = f"{first} and {revision} are required, but a lock file pins a single revision"
             fix = "use the same revision, or a separate lock_file for the other hosts"
-            raise LockError.one(repo, what, fix)
+            raise LockError.single(repo, what, fix)
 
 
 def _repositories(model: Model, profile: Profile, settings: Settings) -> Iterator[tuple[str, str]]:
@@ -197,7 +197,7 @@ def _lock_image(
         newest_first = sorted(others, key=version_key, reverse=True)
         images = " or ".join(f"{image_name(reference)}:v{version}" for version in newest_first)
         fix = f"set images.{roles[0]} to a supported version: {images}"
-        raise LockError.one(f"image {reference}", error.problems[0].what, fix) from error
+        raise LockError.single(f"image {reference}", error.problems[0].what, fix) from error
     print_line(f"  {reference}: {locked.digest[:19]}, {format_size(locked.size_bytes)} compressed")
     return locked
 
@@ -220,7 +220,7 @@ def read_hub_token(hub: HubSettings) -> str | None:
     token = read_secret(hub.token, setting="hub.token")
     if not _TOKEN.fullmatch(token):
         what = f"{hub.token.kind} {hub.token.value[0]} does not contain a valid token"
-        raise SettingsError.one(
+        raise SettingsError.single(
             "hub.token", what, "store only the token, on a single line without spaces"
         )
     return token

@@ -231,5 +231,5 @@ def split_files(
     pickles = [path for path, reason in left_out.items() if reason == _PICKLE]
     if pickles and not any(file.path.endswith(".safetensors") for file in downloaded):
         what = f"all weights are pickle files ({pickles[0]}), which are not downloaded"
-        raise LockError.one(where, what, "use a repository with safetensors")
+        raise LockError.single(where, what, "use a repository with safetensors")
     return tuple(downloaded), left_out

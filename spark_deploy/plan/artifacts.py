@@ -56,12 +56,12 @@ def locked_source(lock: Lock, repo: str, revision: str) -> LockedSource:
     source = lock.source(repo, revision)
     if source is None:
         fix = "run `spark-deploy update --missing`, or set locked: first-use"
-        raise PlanError.one(f"lock: {repo}", f"revision {revision} is not locked", fix)
+        raise PlanError.single(f"lock: {repo}", f"revision {revision} is not locked", fix)
     for file in source.files:
         if reason := why_not_downloaded(file.path):
             what = f"{file.path} is excluded from downloads: {reason}"
             fix = f"run `spark-deploy update --only {repo}` to lock the repository without it"
-            raise PlanError.one(f"lock: {repo}", what, fix)
+            raise PlanError.single(f"lock: {repo}", what, fix)
     return source
 
 
@@ -92,7 +92,7 @@ def reject_unbuildable_checkpoint(model: Model, profile: Profile, settings: Sett
     where, checkpoint = f"profile {profile.name}", settings.checkpoint
     if isinstance(model, PlainModel) and (profile.builds_checkpoint or profile.plugin):
         what = f"builds a checkpoint or uses the plugin, but {model.name} is served as published"
-        raise PlanError.one(where, what, "use profile plain, or a similar profile")
+        raise PlanError.single(where, what, "use profile plain, or a similar profile")
     if checkpoint.source == "prebuilt":
         _reject_unusable_hybrid(model, profile)
     if not checkpoint.keep_base:
@@ -104,10 +104,10 @@ def reject_unbuildable_checkpoint(model: Model, profile: Profile, settings: Sett
         and not _int4_modules(model, profile)
     ):
         what = "tensors.mtp in the model file lists no 16-bit experts or attention to round to INT4"
-        raise PlanError.one(f"{where}: drafter", what, "set engine.drafter: keep")
+        raise PlanError.single(f"{where}: drafter", what, "set engine.drafter: keep")
     if profile.shared_experts == "int8-g128" and profile.layout == "overlay":
         what = "an overlay with int8-g128 would contain the names of the shared experts twice"
-        raise PlanError.one(f"{where}: checkpoint.layout", what, "set checkpoint.layout: full")
+        raise PlanError.single(f"{where}: checkpoint.layout", what, "set checkpoint.layout: full")
 
 
 def _reject_discarded_base(profile: Profile, settings: Settings) -> None:
@@ -122,7 +122,7 @@ def _reject_discarded_base(profile: Profile, settings: Settings) -> None:
         fix = "set checkpoint.layout: full, or checkpoint.keep_base: true"
     else:
         return
-    raise PlanError.one(f"profile {profile.name}: checkpoint.keep_base", what, fix)
+    raise PlanError.single(f"profile {profile.name}: checkpoint.keep_base", what, fix)
 
 
 def _reject_unusable_hybrid(model: Model, profile: Profile) -> None:
@@ -138,7 +138,7 @@ def _reject_unusable_hybrid(model: Model, profile: Profile) -> None:
     else:
         return
     where = f"model {model.name} with profile {profile.name}: checkpoint.source"
-    raise PlanError.one(where, what, fix)
+    raise PlanError.single(where, what, fix)
 
 
 def checkpoint_plan(
@@ -159,7 +159,7 @@ def checkpoint_plan(
         if sources.donor is None:
             what = f"profile {profile.name} needs an FP8 source checkpoint; this model has none"
             fix = "set sources.donor, or use a profile with a different shared_experts value"
-            raise PlanError.one(f"catalog/models/{model.name}.yml", what, fix)
+            raise PlanError.single(f"catalog/models/{model.name}.yml", what, fix)
         donor = locked_source(lock, sources.donor, sources.revision)
     build = _build_plan(model, profile, settings, base, donor)
     if isinstance(build.donor, builder_api.DonorUrl) and isinstance(base, SourcePlan):
@@ -276,10 +276,10 @@ def requantized_plan(
     if not isinstance(model, HybridModel) or model.sources.original is None:
         where = f"model {model.name}: checkpoint.source"
         fix = "set sources.original in the model file, or checkpoint.source: base"
-        raise PlanError.one(where, "this model has no 16-bit repository", fix)
+        raise PlanError.single(where, "this model has no 16-bit repository", fix)
     if options.iters and options.calibration is None:
         fix = "set requantize.calibration to a file, or requantize.iters: 0"
-        raise PlanError.one("requantize.calibration", "tuning requires calibration text", fix)
+        raise PlanError.single("requantize.calibration", "tuning requires calibration text", fix)
     revision = model.sources.revision
     original = source_plan(locked_source(lock, model.sources.original, revision), settings)
     shape = model.architecture
@@ -362,11 +362,11 @@ def locked_image(model: Model, settings: Settings, lock: Lock, role: str) -> Loc
     if reference is None:
         what = f"the model needs image role '{role}', which is missing in the settings"
         fix = f"set images.{role} (known: {', '.join(sorted(settings.images))})"
-        raise PlanError.one(f"catalog/models/{model.name}.yml: image.role", what, fix)
+        raise PlanError.single(f"catalog/models/{model.name}.yml: image.role", what, fix)
     image = lock.images.get(reference)
     if image is None:
         fix = "run `spark-deploy update --missing`, or set locked: first-use"
-        raise PlanError.one(f"lock: {reference}", "the image is not locked to a digest", fix)
+        raise PlanError.single(f"lock: {reference}", "the image is not locked to a digest", fix)
     return image
 
 

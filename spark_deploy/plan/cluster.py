@@ -51,7 +51,7 @@ def fabric_plan(host: str, settings: Settings, host_ports: Ports) -> FabricPlan:
     hosts = fabric.hosts or settings.cluster.hosts
     if host not in hosts:
         fix = "add this host to fabric.hosts or cluster.hosts"
-        raise PlanError.one(f"{host}: fabric", "is not in the fabric", fix)
+        raise PlanError.single(f"{host}: fabric", "is not in the fabric", fix)
     ports = tuple(
         FabricPort(port.interface, fabric.address(hosts.index(host), network), fabric.mtu)
         for port, network in zip(
@@ -79,7 +79,7 @@ def _fabric_ports(host: str, settings: Settings, host_ports: Ports) -> list[Port
     fabric, by_name = settings.fabric, {port.interface: port for port in host_ports.ports}
     if missing := [name for name in fabric.interfaces if name not in by_name]:
         what = f"{', '.join(missing)}: no such interface (found: {', '.join(by_name) or 'none'})"
-        raise PlanError.one(
+        raise PlanError.single(
             f"{host}: fabric.interfaces", what, "run `ip link` on that host to list its interfaces"
         )
     if fabric.interfaces:
@@ -90,7 +90,7 @@ def _fabric_ports(host: str, settings: Settings, host_ports: Ports) -> list[Port
         what = f"the host has {len(cabled)} cabled RDMA ports ({names}), "
         what += f"but {len(fabric.networks)} networks are configured"
         fix = "cable one cage, or set fabric.interfaces and fabric.networks"
-        raise PlanError.one(f"{host}: fabric", what, fix)
+        raise PlanError.single(f"{host}: fabric", what, fix)
     return cabled
 
 
@@ -129,7 +129,9 @@ def fabric_links(
     hosts = settings.fabric.hosts or settings.cluster.hosts
     if host not in hosts or len(hosts) < 2:
         fix = "list at least two hosts in fabric.hosts or cluster.hosts, including this one"
-        raise PlanError.one(f"{host}: fabric", "this host is not in a fabric of several hosts", fix)
+        raise PlanError.single(
+            f"{host}: fabric", "this host is not in a fabric of several hosts", fix
+        )
     next_host = hosts[(hosts.index(host) + 1) % len(hosts)]
     links = []
     # RDMA ports pair with RDMA ports only, even if all ports share a network.
@@ -149,7 +151,9 @@ def fabric_links(
             ]  # fmt: skip
     if not links:
         what = f"no cabled port shares a network with {next_host}"
-        raise PlanError.one(f"{host}: fabric", what, "run `spark-deploy fabric` to set addresses")
+        raise PlanError.single(
+            f"{host}: fabric", what, "run `spark-deploy fabric` to set addresses"
+        )
     return tuple(links)
 
 

@@ -229,7 +229,7 @@ def _mapping_option(options: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     value = decode_mapping(options.get(name) or {})
     if not isinstance(value, Mapping):
         what = f"this option must be a mapping, not {value!r}, because spark-deploy adds keys"
-        raise PlanError.one(f"engine option {name}", what, "write it as a mapping")
+        raise PlanError.single(f"engine option {name}", what, "write it as a mapping")
     return value
 
 
@@ -288,7 +288,7 @@ def _text_value(name: str, value: Any) -> str:
     text = str(value)
     if text.startswith("-"):
         what = f"value {text!r} begins with '-' and would be parsed as an option"
-        raise PlanError.one(f"engine option {name}", what, "write it as a mapping, or remove it")
+        raise PlanError.single(f"engine option {name}", what, "write it as a mapping, or remove it")
     return text
 
 

@@ -77,7 +77,7 @@ def route_by_name(main: ServicePlan, others: Sequence[ServicePlan]) -> GatewayPl
     for service, name in ((service, n) for service, listed in names.items() for n in listed):
         if owners.setdefault(name, service) != service:
             what = f"{name} is also a model name of service {owners[name]}"
-            raise PlanError.one(f"services.{service}.names", what, "use a unique name")
+            raise PlanError.single(f"services.{service}.names", what, "use a unique name")
     return replace(main.gateway, settings=replace(main.gateway.settings, names=names))
 
 

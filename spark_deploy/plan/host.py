@@ -112,7 +112,7 @@ def plan_model(resolved: Resolved, request: Request) -> ModelPlan:
     if isinstance(model, PlainModel) and model.anatomy is None:
         what = "the size is unknown, because the headers were not read yet"
         fix = "run `spark-deploy update --missing` with access to the hub"
-        raise PlanError.one(f"lock: {model.repository}", what, fix)
+        raise PlanError.single(f"lock: {model.repository}", what, fix)
     lock, payload = request.lock, request.payload
     image = artifacts.image_plan(model, profile, settings, lock, payload)
     companions = artifacts.companion_plans(model, profile, settings, lock)

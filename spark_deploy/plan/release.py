@@ -205,7 +205,7 @@ def _request_defaults(
     if not plugin:
         what = f"profile {profile.name} lacks the plugin, which applies request defaults"
         fix = "choose a profile with plugin: true, or remove serve.defaults"
-        raise PlanError.one("serve.defaults", what, fix)
+        raise PlanError.single("serve.defaults", what, fix)
     values = {name: defaults.request for name, defaults in serve.defaults.items()}
     variable = {"SPARK_REQUEST_DEFAULTS": json.dumps(values, sort_keys=True)}
     return ("--middleware", "spark_vllm.served_names.RequestDefaults"), variable

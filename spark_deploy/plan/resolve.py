@@ -133,7 +133,7 @@ def resolve_service(settings: Settings, name: str, catalog: Catalog) -> Resolved
             f"but memory_gib is {gib(configured)}"
         )
         fix = f"set memory_gib to {required_gib}, or lower engine.max_context_tokens"
-        raise PlanError.one(f"services.{name}", what, fix)
+        raise PlanError.single(f"services.{name}", what, fix)
     return resolved
 
 
@@ -242,7 +242,7 @@ def _memory_error(
         freezes = f"freezes with engine.memory_fraction above {_SAFE_FRACTION}"
         risk = f"; users report {freezes}" if changes else ""
         fix += f", or serve {model.name} on {count} hosts together (cluster.hosts){risk}"
-    return PlanError.one(f"model {model.name} with profile {profile.name}", what, fix)
+    return PlanError.single(f"model {model.name} with profile {profile.name}", what, fix)
 
 
 def _hosts_needed(settings: Settings, fits: Fits) -> int | None:

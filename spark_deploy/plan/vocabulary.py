@@ -27,7 +27,7 @@ def vocabulary_plan(
     tokenizer = next((file for file in source.files if file.path == _TOKENIZER), None)
     if tokenizer is None:
         fix = "remove engine.draft_vocabulary_text"
-        raise PlanError.one(f"lock: {source.repo}", f"has no {_TOKENIZER}", fix)
+        raise PlanError.single(f"lock: {source.repo}", f"has no {_TOKENIZER}", fix)
     order = RankPlan(
         digest="0" * 64,
         name=model.name,

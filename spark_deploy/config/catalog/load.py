@@ -110,7 +110,7 @@ class _CatalogFiles:
         base = self._read(kind, parent, shipped=parent == name)
         if "based_on" in base:
             message = f"the base {parent} is itself based on another file"
-            raise CatalogError.one(label, message, f"base it on {base['based_on']} directly")
+            raise CatalogError.single(label, message, f"base it on {base['based_on']} directly")
         inherited = {key: value for key, value in base.items() if key not in excluded_keys}
         return merge(inherited, data, keep_on_null=False)
 

@@ -350,10 +350,10 @@ def read_secret(reference: SecretRef, *, setting: str) -> str:
     try:
         text = _read_reference(reference)
     except ValueError as error:
-        raise SettingsError.one(setting, str(error), fix) from error
+        raise SettingsError.single(setting, str(error), fix) from error
     lines = text.strip().splitlines()
     if not lines:
-        raise SettingsError.one(setting, "the secret is empty", fix)
+        raise SettingsError.single(setting, "the secret is empty", fix)
     return lines[0].strip()
 
 

@@ -144,7 +144,7 @@ def test_doctor_queries_an_unreachable_hub_once(monkeypatch, capsys):
     def build_plan(host, *, estimate):
         calls.append((host.name, estimate))
         if not estimate:
-            raise LockError.one("hub", "unreachable", "check the network")
+            raise LockError.single("hub", "unreachable", "check the network")
         return SimpleNamespace(preflight=host.name)
 
     monkeypatch.setattr(doctor, "build_plan", build_plan)

@@ -24,7 +24,7 @@ def offline(monkeypatch, tmp_path):
     monkeypatch.setattr(init, "PRODUCT_NAME", tmp_path / "product_name")
 
     def no_hub(*_words, **_more):
-        raise LockError.one("hub", "cannot be queried", "check the network")
+        raise LockError.single("hub", "cannot be queried", "check the network")
 
     monkeypatch.setattr(init.update, "lock_names", no_hub)
 

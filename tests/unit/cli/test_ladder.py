@@ -31,7 +31,7 @@ def ladder(monkeypatch):
 
     def build_plan(host):
         if host.profile in state.too_large:
-            raise SparkError.one(host.profile, "does not fit", "choose another")
+            raise SparkError.single(host.profile, "does not fit", "choose another")
 
     def deploy(command, hosts, options):
         assert options.json

@@ -109,7 +109,7 @@ def test_top_shows_each_service_on_its_own_row(ssh, tmp_path, capsys):
 def test_top_starts_no_process_if_a_host_lacks_the_service(ssh, monkeypatch):
     def selected_services(host, service):
         if host.name == "b":
-            raise SparkError.one("--service", "unknown", "choose another")
+            raise SparkError.single("--service", "unknown", "choose another")
         return ["main"]
 
     ssh(a="", b="")

@@ -236,7 +236,7 @@ def test_up_sends_a_test_question_to_each_deployed_host(
 
     def ask_host(host, *_, **__):
         if host.name == "spark-2":
-            raise SparkError.one("spark-2: gateway", "no answer", "open the port")
+            raise SparkError.single("spark-2: gateway", "no answer", "open the port")
         return {"answer": "35352137\n", "tokens_per_s": 31.2}
 
     monkeypatch.setattr(up, "select_hosts", lambda _options: targets)

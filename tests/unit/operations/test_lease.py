@@ -95,7 +95,7 @@ def test_host_leased_by_another_run_is_rejected(path, token, body):
 
 def test_missing_sudo_password_is_not_reported_as_a_lost_host(path):
     def needs_password(script):
-        raise SettingsError.one("sudo", "needs a password", "run deploys/bootstrap.py once")
+        raise SettingsError.single("sudo", "needs a password", "run deploys/bootstrap.py once")
 
     host = FakeHost(shell=needs_password)
     host.data = {}
