@@ -159,7 +159,8 @@ def with_estimates(lock: Lock, settings: Settings, catalog: Catalog) -> Lock:
     sources = [
         LockedSource(
             repo, revision, ESTIMATED_COMMIT,
-            (SourceFile("estimate", size_bytes[repo], _ESTIMATED_SHA256),),
+            # The only file that a plan looks for.
+            (SourceFile("tokenizer.json", size_bytes[repo], _ESTIMATED_SHA256),),
         )
         for repo, revision in missing.sources
     ]  # fmt: skip

@@ -156,6 +156,18 @@ def test_mistake_in_the_hosts_file_is_reported(text, output, monkeypatch, capsys
     assert output in capsys.readouterr().err
 
 
+def test_draft_vocabulary_of_a_text_is_estimated_without_the_hub(monkeypatch, capsys):
+    folder = init_folder("--host", "a=10.0.0.7", "--model", "qwen3.5-122b", "--profile", "v3")
+    (folder / "answers.txt").write_text("Paris")
+    monkeypatch.chdir(folder)
+    words = ("engine.draft_vocabulary_tokens=32768", "engine.draft_vocabulary_text=answers.txt")
+    assert main(["set", *words]) == 0
+    capsys.readouterr()
+    assert main(["plan", "--estimate", "--json"]) == 0
+    [plan] = json.loads(capsys.readouterr().out)
+    assert "/draft-vocabulary/token_ids.json" in " ".join(plan["release"]["engine"]["argv"])
+
+
 def test_inventory_folder_without_settings_is_valid(monkeypatch):
     folder = init_folder("--host", "a")
     (folder / "group_vars/all.yml").unlink()
