@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 
@@ -205,12 +206,23 @@ class _Group(click.Group):
             from spark_deploy.config.errors import SparkError
 
             hub.Hub.NOT_ERROR += (KeyboardInterrupt, SparkError)
+            threading.excepthook = _raise_interrupt_in_main_thread
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for section, commands in SECTIONS.items():
             with formatter.section(section):
                 formatter.write_dl(list(commands.items()))
+
+
+def _raise_interrupt_in_main_thread(args: threading.ExceptHookArgs) -> None:
+    """Handle Ctrl-C that arrived in a thread; patched threads share the main thread's signals."""
+    from gevent import get_hub
+
+    if args.exc_type is KeyboardInterrupt:
+        get_hub().handle_system_error(args.exc_type, args.exc_value)
+    else:
+        threading.__excepthook__(args)
 
 
 def project_version() -> str:

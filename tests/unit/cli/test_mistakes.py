@@ -224,6 +224,29 @@ def test_interrupt_during_startup_prints_one_line(site, after_s):
     assert len(text.strip().splitlines()) == 1, text
 
 
+INTERRUPTED_THREAD = """
+from gevent import monkey
+monkey.patch_all()
+import sys, threading
+from spark_deploy import cli
+from spark_deploy.cli import changes
+def wait(*_, **__):
+    def interrupted():
+        raise KeyboardInterrupt
+    threading.Thread(target=interrupted).start()
+    threading.Event().wait(20)
+changes.rollback.callback = lambda *_, **__: cli._run(wait, as_json=False)
+sys.exit(cli.main(["rollback"]))
+"""
+
+
+def test_interrupt_in_a_thread_stops_the_command(site):
+    program = INTERRUPTED_THREAD
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, cwd=site, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, OURS.search(result.stderr)) == (130, None), result.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "once", "code", "shown"),
     [
