@@ -95,15 +95,12 @@ def test_unresponsive_docker_socket_is_a_stall(tmp_path, monkeypatch):
         assert "stalled" in pull_error()
 
 
-def test_slow_download_is_not_a_stall(daemon):
-    def download(answer, reference):
-        for count in range(30):
-            answer.send(layer(A, "Downloading", count * 300, 1 << 20))
-            time.sleep(0.05)
-        daemon.finish(answer, reference)
-
-    daemon.script = download
-    image.pull(REFERENCE, stall_s=STALL_S)
+@pytest.mark.parametrize(("bytes_per_s", "stalls"), [(1500, False), (500, True)])
+def test_only_a_download_below_the_minimum_rate_is_a_stall(bytes_per_s, stalls):
+    layers = PullProgress(0.0, 60.0)
+    for second in range(1, 200):
+        layers.add_event(layer(A, "Downloading", second * bytes_per_s, 1 << 20), float(second))
+    assert (layers.stall_message(200.0) is not None) == stalls
 
 
 @pytest.mark.slow
