@@ -32,6 +32,8 @@ def result(profile: str = "v2", speed: float = 50.0, **changes: Any) -> BenchRes
 def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
     """Yield the URL of an API on localhost."""
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, args=(0.02,)).start()
-        yield f"http://127.0.0.1:{server.server_port}/v1"
-        server.shutdown()
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/v1"
+        finally:
+            server.shutdown()

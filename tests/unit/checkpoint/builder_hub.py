@@ -42,6 +42,11 @@ class Hub:
 
 
 class QuietServer(ThreadingHTTPServer):
+    def server_activate(self):
+        """Limit the wait for a client that was killed before the server accepts it."""
+        super().server_activate()
+        self.socket.settimeout(1)
+
     def handle_error(self, request, client_address):
         """Stay silent: tests kill clients on purpose."""
 
