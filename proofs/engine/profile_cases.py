@@ -97,7 +97,7 @@ def two_gpu_cases() -> list[dict[str, Any]]:
 
 
 def head_cases() -> list[dict[str, Any]]:
-    """Return the opt-in head: measured at the first start, read from the file at the second."""
+    """Return the opt-in head: measured on the first start, read from the file at the second."""
     more = {"tokens": STEERED_TOKENS, "options": mtp(2), **QUIET}
     alone = {"spark": {"lm_head": "int8-triton"}}
     cases = [case("steered-95-head-unmeasured-mtp2", "steered-95-bf16", additional=alone, **more)]

@@ -214,12 +214,12 @@ def judge_heads(results: dict[str, Row], cases: list[dict[str, Any]]) -> list[Ro
     known = [case for case in cases if case["name"].startswith("steered")]
     rows = judge_steered(results, known)
     name, reference = "true-35b-head-read-mtp2", "true-35b-head-measured-mtp2"
-    claim = "a head of 248,320 x 2,048 answers as at the first start, without measuring"
+    claim = "a head of 248,320 x 2,048 answers as on the first start, without measuring"
     rows.append(attempt(name, judge_same_answers, results, name, reference, claim))
     for result_row in rows:
         for name in result_row.get("cases", []):
             lines = [line for line in results[name]["log_lines"] if "int8-triton head" in line]
-            measured = any("us at batches" in line for line in lines)
+            measured = any("us by batch size" in line for line in lines)
             result_row["numbers"][f"log of {name}"] = lines
             result_row["passed"] &= bool(lines) and measured == ("head-measured" in name)
             if "unmeasured" in name:

@@ -10,7 +10,8 @@ from spark_deploy.bench.protocols import SEEDS
 from spark_deploy.bench.result import Answer, BenchResult, Load
 
 _SEEDS = (
-    "five prompts run in sequence with greedy decoding; speed is tokens (usage block) divided by "
+    "five prompts run in sequence with greedy decoding; "
+    "speed is the token count in the usage block divided by "
     "wall time; the first of two runs is a warm-up"
 )
 _GRID = "llama-benchy {} counts streamed tokens; figures are means of its runs, summed over clients"
@@ -18,7 +19,9 @@ _LOADS = (
     "vllm bench serve from {} runs on the host with uncached random prompts, greedy decoding and "
     "fixed-length answers; figures are means over all requests"
 )
-_TOOLS = "greedy requests without thinking; a call is correct if name, types and values are exact"
+_TOOLS = (
+    "greedy requests without thinking; a call is correct if name, types and values match exactly"
+)
 _SEEDS_TITLE, _GRID_TITLE = "Protocol: seeds", "Protocol: llama-benchy"
 _HOST_TITLE = "Host during the benchmark"
 Rows = list[list[str]]
@@ -248,7 +251,7 @@ def _plots(heading: str, results: Sequence[BenchResult]) -> Iterator[str]:
             yield draw_lines(lines, title, names, "o")
     elif heading == _HOST_TITLE and any(result.samples for result in results):
         memory = [[(s.at_s, s.available_bytes / 1e9) for s in result.samples] for result in results]
-        yield draw_lines(memory, "available memory in GB by time in seconds", names)
+        yield draw_lines(memory, "available memory (GB) over time (seconds)", names)
 
 
 def has_plots() -> bool:

@@ -22,8 +22,8 @@ SECTIONS = {
     "Change": {
         "use": "Select another model or profile in your settings files.",
         "set": "Check KEY=VALUE and write it to your settings files.",
-        "stop": "Stop serving until you run start, even after reboots.",
-        "start": "Start the last proven release of stopped hosts.",
+        "stop": "Stop serving, even after reboots, until you run start.",
+        "start": "On stopped hosts, start the last release that passed its checks.",
         "rollback": "Return to the previous release.",
         "prune": "Remove files and images that releases no longer need.",
         "key": "Add, revoke or list named API keys with limits.",
@@ -42,7 +42,7 @@ SECTIONS = {
         "bench": "Benchmark servers through their gateways; compare results.",
     },
     "Models and files": {
-        "models": "List models that match all WORDs, with hosts and computed speed.",
+        "models": "List models that match all WORDs, with host counts and computed speeds.",
         "update": "Lock the newest commits and image digests.",
         "settings": "Print settings whose names contain KEY, or all settings.",
         "add": "Add a model from a repository, shared file or recipe.",

@@ -54,7 +54,7 @@ _MAX_FILE_BYTES = 1 << 50
 _PAGE = re.compile(r"https?://([^/]+)/([^/]+/[^/]+?)(?:/tree/([^/]+))?/?\Z")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _TASK_COMMENTS = {
-    "completion": "The model has no chat template, so it can only continue a text.",
+    "completion": "The model has no chat template, so it can only continue text.",
     "embedding": "The repository or the hub describes it as an embedding model.",
     "reranking": "The repository or the hub describes it as a model that ranks documents.",
     "classification": "The hub describes it as a text classification model.",
@@ -268,7 +268,9 @@ def make_draft(
             "vision", True, "The model has a vision tower; set engine.vision: true to use it."
         )
     if isinstance(content.documents.get(CONFIG, {}).get("audio_config"), dict):
-        draft.put("audio", True, "config.json describes an audio tower, so checks send two sounds.")
+        draft.put(
+            "audio", True, "config.json describes an audio tower, so checks send two audio clips."
+        )
     if any(path.startswith("model") for path in content.files):
         patterns = [form for form in _OTHER_FORMATS if fnmatch.filter(content.files, form)]
         draft.put(

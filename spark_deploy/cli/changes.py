@@ -138,9 +138,13 @@ def rotate_key(options: Options) -> int:
 
 @click.command
 @click.option("--models", is_flag=True, help="Also remove models.")
-@click.option("--engine", is_flag=True, help="Also remove Docker and CUDA that a deploy installed.")
 @click.option(
-    "--access", is_flag=True, help="Finally, also remove the SSH key, sudo rule and account."
+    "--engine", is_flag=True, help="Also remove Docker and CUDA if a deploy installed them."
+)
+@click.option(
+    "--access",
+    is_flag=True,
+    help="Also remove the SSH key, sudo rule and account, as the last step.",
 )
 @shared_options(changes=True)
 def uninstall(options: Options, models: bool, engine: bool, access: bool) -> int:
@@ -304,7 +308,7 @@ def stop(options: Options, service: str | None, period: str | None) -> int:
     if period is not None:
         number, unit = period[:-1], period[-1:]
         if not number.isdecimal() or not int(number) or unit not in _UNIT_SECONDS:
-            problem = f"invalid period {period!r}, expected a number and m, h or d"
+            problem = f"invalid period {period!r}, expected a number followed by m, h or d"
             raise SparkError.single("--for", problem, "add a valid period, for example `--for 90m`")
         arguments += ["--for", str(int(number) * _UNIT_SECONDS[unit])]
     return _run_tool(options, "stop", arguments, service)
@@ -374,5 +378,8 @@ def _preview_text(command: str, status: HostStatus, name: str) -> str:
     release = status.release(active or good)
     text = f"{release.model} with {release.profile}" if release else active or good
     if command == "start":
-        return f"{name} {'already serves' if active else 'will serve'} {text or 'nothing: run up'}"
+        return (
+            f"{name} {'already serves' if active else 'will serve'} "
+            f"{text or 'nothing: run `spark-deploy up`'}"
+        )
     return f"{name} will stop: {text}; clients get 503" if active else f"{name} serves nothing"

@@ -45,7 +45,7 @@ def connection_lines(server: Connection) -> Iterator[str]:
     yield f"  API key    {server.key_path} on the host"
     yield f"  read key   {server.read_key}"
     if server.ca:
-        yield f"  CA         {server.ca} here, created by the first deploy; for clients:"
+        yield f"  CA         {server.ca} on this machine, created by the first deploy; for clients:"
         yield f"             curl --cacert {server.ca}; Python: SSL_CERT_FILE={server.ca}"
     if server.tunnel:
         yield f"  tunnel     {server.tunnel}"

@@ -65,7 +65,7 @@ def _report(options: Options, hosts: Sequence[Target], out: Path | None) -> int:
     for entry in reports:
         states = [answer.state for answer in entry.answers]
         counts = ", ".join(f"{states.count(state)} {state}" for state in ("yes", "no", "open"))
-        stubs = "; the host uses stand-ins of the virtual lab and is not a Spark" * bool(
+        stubs = "; the host uses stand-ins from the virtual lab and is not a Spark" * bool(
             entry.stand_ins
         )
         lines.append(f"{entry.name}: {len(states)} questions, {counts}{stubs}")

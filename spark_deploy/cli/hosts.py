@@ -130,7 +130,10 @@ def build_plan(host: Target, *, estimate: bool = False) -> HostPlan:
     if missing.names and estimate:
         lock = with_estimates(lock, settings, catalog)
     elif missing.names:
-        note("querying the hub for unlocked names (`spark-deploy update --missing` locks them):")
+        note(
+            "querying the hub for names that are not in the lock file (`spark-deploy update "
+            "--missing` locks them):"
+        )
         lock = resolve(lock, missing, settings, catalog.engines.engines, note)
     if not estimate:
         lock = host.locks[path] = read_headers(settings, catalog, lock, note)
@@ -235,7 +238,7 @@ def query(
             except (PyinfraError, OSError) as error:
                 return Answer(target, None, f"query failed: {_explain_failure(host, state, error)}")
         return Answer(
-            target, value, "" if value is not None else "the host sent no readable answer"
+            target, value, "" if value is not None else "the host's response could not be read"
         )
 
     with ctx_state.use(state):

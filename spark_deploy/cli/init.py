@@ -166,7 +166,7 @@ def _default_hosts(folder: Path, local: bool) -> list[str]:
     if not sys.stdin.isatty():
         fix = "run `spark-deploy init DIR --host spark-1=192.168.1.21 --user nvidia`"
         raise SparkError.single(
-            "hosts", "no host was given, and there is no terminal to ask for it", fix
+            "hosts", "no host was given, and there is no terminal on which to ask for one", fix
         )
     if is_spark and click.confirm(
         "This machine is a Spark. Serve models on it?", default=True, err=True

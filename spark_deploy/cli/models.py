@@ -55,7 +55,7 @@ class ListedModel:
 
 @click.command
 @click.argument("search", nargs=-1, metavar="[WORD]...")
-@click.option("--all", "shows_all", is_flag=True, help="Include models of the virtual lab.")
+@click.option("--all", "shows_all", is_flag=True, help="Include the virtual lab's models.")
 @shared_options(hosts=False)
 def models(options: Options, search: Sequence[str], shows_all: bool) -> int:
     try:

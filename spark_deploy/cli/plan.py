@@ -96,7 +96,7 @@ def read_measured_speeds(root: Path, catalog: Catalog) -> Iterator[MeasuredSpeed
         try:
             hosts = read_report(path).hosts
         except (OSError, SparkError) as error:
-            note(f"ignoring {path} for the computed speed: {error}")
+            note(f"ignoring {path} when computing the speed: {error}")
             continue
         for host in hosts:
             yield from _measured_speeds(path.name, host, catalog)

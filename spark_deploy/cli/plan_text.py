@@ -91,7 +91,7 @@ def summary_lines(plan: HostPlan, profile: Profile, peer: str) -> Iterator[str]:
     peak_bytes, after_bytes = disk_total(plan.disk)
     sizes = f"{format_size(after_bytes)} in total, {format_size(peak_bytes)} at peak"
     is_partial = any(not source.size_bytes for served in plan.served for source in served.sources)
-    yield row("disk", f"{sizes}{', without files of unknown size' if is_partial else ''}")
+    yield row("disk", f"{sizes}{', not counting files of unknown size' if is_partial else ''}")
     yield row("memory", _memory_summary(plan, profile))
     for text in plan.memory.unknown:
         yield row("UNKNOWN", text)
@@ -198,7 +198,9 @@ def plan_lines(
         for number, member in enumerate(cluster.members):
             yield row("" if number else "cluster", f"{member.host}: {shlex.join(member.argv)}")
         yield row("", f"{cluster.head.host} serves clients; the workers only compute")
-        yield row("", "the release name changes when the deploy reads the members' addresses")
+        yield row(
+            "", "the release name will change once the deploy has read the members' addresses"
+        )
     unit = plan_document(plan)["unit"]
     yield row("unit", f"{unit['name']} with {unit['drop_in']}:")
     yield row("", "; ".join(line for line in unit["lines"] if not line.startswith("[")))
@@ -254,7 +256,8 @@ def _checkpoint_lines(checkpoint: CheckpointPlan | None) -> Iterator[str]:
     if donor := checkpoint.donor:
         yield row(
             "",
-            f"the build reads byte ranges of {donor.repo} {_commit_text(donor)} and stores no file",
+            f"the build reads byte ranges of {donor.repo} {_commit_text(donor)} without "
+            "storing any files",
         )
 
 
@@ -276,11 +279,11 @@ def _memory_lines(plan: HostPlan, profile: Profile) -> Iterator[str]:
     )
     if profile.ngram_table == "file":
         cached = f"{gib(NGRAM_CACHE_BYTES)} of cached n-gram table rows"
-        yield row("", f"weights include {cached}; the engine reads other rows from disk")
+        yield row("", f"weights include {cached}; the engine reads the other rows from disk")
     elif profile.ngram_table:
         yield row("", f"weights include the n-gram table ({profile.ngram_table})")
     for text in memory.unknown:
-        yield row("", f"UNKNOWN: {text}; the engine reports this value at the first start")
+        yield row("", f"UNKNOWN: {text}; the engine reports this value on the first start")
     if memory.measured_by:
         yield row("", f"KV cache size per token measured by {memory.measured_by}")
     context = plan.release.check.max_model_len
@@ -316,11 +319,11 @@ def speed_lines(
     if requests > 1:
         total = compute_speed(shape, profile, requests=requests)
         text += f", {_speed_range(total, factor)} in total for {requests}"
-    basis = "fitted to two published figures for the 122B, not measured on a Spark"
+    basis = "fitted to two published figures for the 122B model, not measured on a Spark"
     if profile.ngram_table == "file":
         basis += "; excludes disk reads"
     if count := calibration.reports:
-        basis = f"scaled by {factor:.2f} from {count} Spark report{'s' if count > 1 else ''}"
+        basis = f"scaled by {factor:.2f}, based on {count} Spark report{'s' if count > 1 else ''}"
     yield row("speed", f"{text} (computed, {basis})")
     yield row("prompts", f"first token after {_first_token_text(plan, shape, profile)}")
     largest = sorted(single.parts_s, key=lambda part: -part[1])[:4]
@@ -331,7 +334,7 @@ def speed_lines(
         f"and yields {single.tokens_per_step:.2f} tokens: {shares}",
     )
     speedup = best_speedup(model, profile)
-    text = "no other setting is at least 1 % faster"
+    text = "no other setting is faster by 1 % or more"
     if speedup:
         text = f"fastest other setting: {speedup.setting}, about +{speedup.gain:.0%}"
     yield row("", text)

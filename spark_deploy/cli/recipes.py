@@ -230,7 +230,7 @@ def _split_serve_command(command: str) -> tuple[list[str], dict[str, Any], list[
     )
     exported = dict(word.split("=", 1) for word in parts[:start] if _ASSIGNMENT.match(word))
     unused = [
-        f"command: {word}: only arguments and environment of `vllm serve` are supported"
+        f"command: {word}: only `vllm serve` arguments and environment variables are supported"
         for word in (*parts[:start], *parts[end:])
         if word.split("=", 1)[0] not in exported and word not in ("vllm", "exec", "export")
     ]

@@ -118,11 +118,14 @@ def _notes(data: HostData, service: str) -> Iterator[str]:
     if not data.status.installed:
         yield "the host tools are not installed"
     elif data.evidence is None:
-        yield "the host tools have another version; run `spark-deploy up`, then report again"
+        yield (
+            "the host tools are a different version; run `spark-deploy up`, "
+            "then create the report again"
+        )
     services = status.services if status else {}
     others = [name for name, state in services.items() if name != service and state.active]
     if others:
-        yield f"{len(others)} more services are running, which this report excludes"
+        yield f"this report excludes {len(others)} other running services"
     if data.survey.user:
         yield "the report was made without root, because sudo requires a password"
     if status and status.versions_unknown:
@@ -257,7 +260,7 @@ def _check_verdicts(serving: Serving) -> Iterator[Verdict]:
     acceptance, engine = checks.get(names.ACCEPTANCE), serving.engine
     if engine.drafted_tokens:
         share = (engine.accepted_tokens or 0) / engine.drafted_tokens
-        text = f"{share:.1%} of {engine.drafted_tokens:,} drafted tokens accepted since the start"
+        text = f"{share:.1%} of {engine.drafted_tokens:,} drafted tokens accepted since startup"
         yield "acceptance", acceptance.ok if acceptance else True, text
     elif acceptance:
         yield "acceptance", acceptance.ok, acceptance.detail

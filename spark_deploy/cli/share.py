@@ -93,7 +93,7 @@ class Shared:
 @click.command
 @click.argument("choice", metavar="MODEL|MODEL/PROFILE", shell_complete=name_completer("models"))
 @click.option("--out", metavar="FILE", type=FILE, help="Output file [MODEL.spark.yml].")
-@click.option("--unasked", is_flag=True, help="Work offline, without the check result.")
+@click.option("--unasked", is_flag=True, help="Work offline and leave out the check result.")
 @shared_options()
 def share(options: Options, choice: str, out: str | None, unasked: bool) -> int:
     hosts = select_hosts(options, must_serve=False)
@@ -303,7 +303,10 @@ def _open_questions(shared: Shared, host: Target) -> Iterator[str]:
             yield error.problems[0].line
             continue
         if now != source.commit:
-            yield f"{repo}: {source.revision} is now {now[:12]}, in the file {source.commit[:12]}"
+            yield (
+                f"{repo}: {source.revision} is now {now[:12]}, "
+                f"but the file has {source.commit[:12]}"
+            )
     proof = shared.proof
     if proof is None:
         yield "the file contains no check result"

@@ -313,7 +313,7 @@ def _details(host: Mapping[str, Any]) -> Iterator[str]:
         at_start = ""
         if start := host["proof"].get("start_memory"):
             lowest, floor = gib(start["lowest_bytes"]), gib(start["floor_bytes"])
-            at_start = f" (minimum during the start {lowest}, floor {floor})"
+            at_start = f" (minimum during startup {lowest}, floor {floor})"
         restarts = host["restarts"] or 0
         yield _row("memory", f"{free} of {total} available{at_start}, {restarts} restarts")
     yield from _notice_lines(host)

@@ -317,6 +317,6 @@ def _preparation_texts(plan: HostPlan, jobs: Jobs) -> Iterator[str]:
 def _downtime_text(last: Rollout | None) -> str:
     seconds = sum(last.times_s.get(phase, 0.0) for phase in _DOWNTIME_PHASES) if last else 0.0
     if not seconds:
-        return "as long as the engine needs to load"
+        return "as long as the engine takes to load"
     estimate = f"about {seconds / 60:.0f} minutes" if seconds >= 90 else "about a minute"
     return f"{estimate} (the last start took {format_duration(seconds)})"

@@ -36,7 +36,9 @@ from spark_deploy.plan.types import CheckpointPlan, SourcePlan
 @click.command
 @click.option("--only", multiple=True, metavar="NAME", help="Lock only this repository or image.")
 @click.option("--missing", is_flag=True, help="Lock only names that are not locked yet.")
-@click.option("--check", is_flag=True, help="Change nothing; exit with 1 if a name is missing.")
+@click.option(
+    "--check", is_flag=True, help="Change nothing; exit with status 1 if a name is missing."
+)
 @click.option(
     "--counted", is_flag=True, help="Read KV-cache sizes and FP8 source hashes from hosts."
 )

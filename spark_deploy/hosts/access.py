@@ -85,7 +85,7 @@ def authorized_keys_line(plan: BootstrapPlan, access: Access) -> str:
         return access.account_key
     addresses = ",".join(plan.allowed_from) or access.login_address
     if not addresses:
-        message = "must be set, because the host does not know the address of this login"
+        message = "must be set, because the host cannot tell which address this login comes from"
         fix = "set ssh.allowed_from to the addresses of the controllers"
         fail("ssh.allowed_from", message, fix)
     # The tunnels of `spark-deploy connect` need port forwarding; agent and X11 stay off.
@@ -231,7 +231,7 @@ def explain_sudo_error(output: str) -> Problem:
     if "incorrect password" in output or "Sorry, try again" in output:
         return Problem("sudo", "rejected the password", "run again with the correct password")
     if "not in the sudoers" in output or "not allowed" in output:
-        fix = "add the user to group sudo on the host (`usermod -aG sudo USER`)"
+        fix = "add the user to the sudo group on the host (`usermod -aG sudo USER`)"
         return Problem("sudo", "the login user is not allowed to use sudo", fix)
     tail = "\n".join(output.strip().splitlines()[-5:])
     fix = "check /etc/sudoers.d on the host"

@@ -113,7 +113,7 @@ def _memory_holder_problems(plan: PreflightPlan, survey: Survey) -> Iterator[Pro
         may_be_ours = not app.cgroup and survey.serving
         if not may_be_ours and container_id(app.cgroup) not in known_containers:
             gpu_users[app.pid] = app.name
-    fix = "stop the process if its memory use can grow, else add it to allow_memory_holders"
+    fix = "stop the process if its memory use can grow, otherwise add it to allow_memory_holders"
     for process in survey.processes:
         uses_gpu = gpu_users.pop(process.pid, None) is not None
         if is_managed(process.cgroup) or container_id(process.cgroup) in known_containers:

@@ -359,7 +359,7 @@ def check_gpu_container(plan: DockerPlan) -> Commands:
     # Engines start with these arguments, so changed arguments need a new check, like a new version.
     arguments = tuple(key["gpu_through"].split())
     if receipt and (old_key, receipt.docker_arguments) == (key, arguments):
-        host.noop(f"a container has already listed {receipt.gpu} with these versions")
+        host.noop(f"a container has already detected {receipt.gpu} with these versions")
         return
     changes = [
         f"{name} {old_key.get(name)} -> {value}"

@@ -93,7 +93,7 @@ def configure_docker_proxy(proxy: ProxySettings) -> Commands:
     daemon = host.get_fact(DaemonProxy, path=PROXY)
     managed = DROP_IN_PATH in file_states([DROP_IN_PATH])
     if not managed and daemon in ("same", "same-proxy"):
-        host.noop("docker already uses this proxy, which the owner configured")
+        host.noop("docker already uses this proxy, which the host's owner configured")
         return
     changed = yield from place_files((DOCKER_DROP_IN,))
     if changed or daemon in ("same-proxy", "differs"):

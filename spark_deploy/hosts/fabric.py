@@ -87,7 +87,7 @@ def find_cluster_problems(
         if survey.memory.cma_free_bytes > survey.memory.cma_total_bytes:
             message = (
                 f"{survey.identity.kernel} reserves memory for a kexec handover "
-                "(CmaFree exceeds CmaTotal); NCCL reportedly runs out of memory at start"
+                "(CmaFree exceeds CmaTotal); NCCL reportedly runs out of memory at startup"
             )
             yield Problem(f"{name}: kernel", message, "boot with kho=off, or with a 6.17 kernel")
 
@@ -306,7 +306,7 @@ def check_speed(
     if measured < _DOUBTFUL_GBIT_PER_S and link_gbit_per_s * 1000 >= _FULL_MBIT_PER_S:
         message = (
             f"only {measured:.1f} Gb/s arrive at {link.host}; "
-            "a degraded port reportedly reaches 13 Gb/s"
+            "a degraded port reportedly reaches only 13 Gb/s"
         )
         usual_speed = "about 92 Gb/s is usual for each of the two interfaces"
         fix = f"measure RDMA with ib_write_bw; {usual_speed}"

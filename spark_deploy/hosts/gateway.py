@@ -115,7 +115,7 @@ def replace_key(plan: GatewayPlan) -> Commands:
         fail(f"{host.name}: serve.api_key", message, "change the key there, then run deploy.py")
     if not read_fact(Status).service(plan.settings.service):
         message = "no key exists, because no release has been deployed on this host yet"
-        fail(f"{host.name}: API key", message, "run deploy.py for this host, which creates the key")
+        fail(f"{host.name}: API key", message, "run deploy.py for this host to create the key")
     yield tool.command_line(tool.GATEWAY_NEW_KEY, plan.settings.service)
 
 
@@ -145,7 +145,9 @@ def _restart_outdated_watchdog(plan: GatewayPlan, release: str | None) -> Comman
         return
     running = host.get_fact(WatchTools, release=release)
     if running and running != host.get_fact(SymlinkTarget, path=CURRENT_TOOLS):
-        host.log(f"restarting the watchdog of {release}, which runs older tools")
+        host.log(
+            f"restarting the watchdog of {release}, which still runs an older version of the tools"
+        )
         yield StringCommand("systemctl", "restart", shlex.quote(WATCH.unit(release)))
 
 
@@ -187,7 +189,7 @@ def _renew_certificate(
         for path, mode in ((tls.certificate, 0o644), (tls.key, 0o600)):
             state = states.get(path)
             if state is None or (state.mode, state.owner) != (mode, "root:root"):
-                reason = f"{path} is not owned by root with mode {mode:o}"
+                reason = f"{path} does not have owner root and mode {mode:o}"
     if not reason:
         return False
     host.log(f"new certificate for {', '.join(names)}: {reason}")

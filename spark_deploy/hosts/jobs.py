@@ -185,8 +185,8 @@ def compare_donor_tensors(jobs: Sequence[Work]) -> None:
                     f"{host.name}: {proof.tree}",
                     f"this checkpoint was built from FP8 source tensors with sha256 {actual}, "
                     f"but {source} has {expected}",
-                    "find the hub or proxy that sent different bytes, "
-                    "move the directory away on the wrong host, then run the deploy again",
+                    "find the hub or proxy that sent different bytes; on the host with the wrong "
+                    "data, move the directory elsewhere, then run the deploy again",
                 )
     host.noop("the FP8 source tensors match the lock and the other hosts")
 

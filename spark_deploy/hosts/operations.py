@@ -157,7 +157,7 @@ class ReturnLeases(BaseStateCallback):
         try:
             _run_script(host, unlock_script(LEASE, this_run()))
         except _CONNECTION_ERRORS as error:
-            host.log(f"could not return the lease ({type(error).__name__}); it will expire")
+            host.log(f"could not release the lease ({type(error).__name__}); it will expire")
 
 
 def hold_lease(state: State, host: Host) -> None:

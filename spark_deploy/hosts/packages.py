@@ -216,7 +216,7 @@ def _install(
             if changes := forbidden_changes(simulation):
                 message = (
                     f"not installed: {listed} would change {', '.join(changes)}, "
-                    "but a deploy never changes driver, kernel or firmware"
+                    "but a deploy never changes the driver, kernel or firmware"
                 )
                 fix = f"update the system with the vendor's tools, install {listed}, then retry"
                 fail("packages", message, fix)
@@ -227,7 +227,7 @@ def _install(
         updates = "".join(f"\napt-get update: {line}" for line in failed_updates[-3:])
         fix = (
             "run `apt-get update`, check package names and repositories in the settings, "
-            "and enable Ubuntu's repository universe"
+            "and enable Ubuntu's universe repository"
         )
         fail("packages", f"cannot install {listed}: {tail or failure}{updates}", fix)
     return True

@@ -294,7 +294,7 @@ def install_quantizer(image: str) -> Commands:
         if host.state.is_executing:
             fix = f"run `docker run --rm --entrypoint python3 {image} --version` on the host"
             fail(f"{host.name}: {image}", "python3 in the image does not print its version", fix)
-        host.log("AutoRound will be installed after the engine's image")
+        host.log("AutoRound will be installed once the engine's image is present")
         return
     path, digest = site_archive(QUANTIZER_REQUIREMENTS, site.python_version, site.machine)
     if site.receipt == digest:

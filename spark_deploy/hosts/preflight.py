@@ -143,7 +143,9 @@ def _health_findings(plan: PreflightPlan, survey: Survey) -> Iterator[Finding]:
     for daily in survey.daily:
         yield warning(f"daily check: {daily.where}", daily.what, daily.fix)
     if survey.gpu.torn_score and plan.expect.dgx_os != "ignore":
-        score = f"torn score {survey.gpu.torn_score:g} against {survey.gpu.torn_name or 'its set'}"
+        score = (
+            f"torn score {survey.gpu.torn_score:g} relative to {survey.gpu.torn_name or 'its set'}"
+        )
         message = f"the vendor's update is incomplete: {score}"
         fix = "finish it with the DGX Dashboard and reboot, or set expect.dgx_os: ignore"
         is_error = plan.expect.dgx_os == "require"
@@ -180,7 +182,7 @@ def _package_findings(survey: Survey) -> Iterator[Finding]:
 # Prefix of `uname -r` -> fault, kernel parameter that avoids it, source.
 _FAULTY_KERNELS = {
     "7.0.0-1019-": (
-        "reserves about 9 GiB for a kexec handover, where memory cannot be pinned; "
+        "reserves about 9 GiB, which cannot be pinned, for a kexec handover; "
         "CUDA and NCCL reportedly run out of memory",
         "kho=off",
         "NVIDIA/NV-Kernels#590; NVIDIA/open-gpu-kernel-modules#1358",

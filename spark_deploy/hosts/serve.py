@@ -280,7 +280,7 @@ def _wait_until_serving(state: State, host: Host, target: Release) -> bool:
                 host.log(f"{name} is {unit_state}")
         gevent.sleep(_POLL_INTERVAL_S)
     fix = f"check `journalctl -u '{SERVE.unit('*')}'`; the other hosts were not rebooted"
-    fail(host.name, "the host does not serve after the reboot", fix)
+    fail(host.name, "the host is not serving after the reboot", fix)
 
 
 def _require_readable(host: Host, status: HostStatus) -> None:

@@ -166,7 +166,7 @@ class HostStatus:
             (state.known_good != release, "the check has not passed yet"),
             (
                 state.enabled != (release,),
-                f"boots with {', '.join(state.enabled) or 'nothing'}",
+                f"starts {', '.join(state.enabled) or 'nothing'} at boot",
             ),
             (unproven, f"proof: {unproven}"),
             (has_gateway and not state.traffic_open, "the gateway is closed"),
@@ -199,8 +199,9 @@ ON_REQUEST = "stopped (on request)"
 def stop_message(service: str, stopped: Stopped) -> str:
     who = stopped.by or "someone on the host"
     return (
-        f"{service} was stopped on purpose by {who} and has been down since {stopped.at}"
-        f"{f' until {stopped.until}' if stopped.until else ''}; `spark-deploy start` starts it"
+        f"{service} was stopped on purpose by {who} at {stopped.at}"
+        f"{f'; it stays down until {stopped.until}' if stopped.until else ''}; "
+        "`spark-deploy start` starts it"
     )
 
 
@@ -212,7 +213,7 @@ def parse_status(text: str) -> HostStatus:
     try:
         return HostStatus(read(status.Status, data))
     except DocumentError as error:  # the deploy replaces the tools
-        return HostStatus(None, f"the host tools have a different version ({error})")
+        return HostStatus(None, f"the host tools are a different version ({error})")
 
 
 class Status(HostFact[HostStatus]):

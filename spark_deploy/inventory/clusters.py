@@ -23,7 +23,7 @@ _SAME_IN_REPLICAS = (
     "serve.max_body_bytes",
 )  # fmt: skip
 _LIST_IN_GROUP = "list the host in the same group of the inventory"
-_IN_GROUP_VARS = "set the value once, in group_vars of the group"
+_IN_GROUP_VARS = "set the value once, in the group's group_vars"
 
 
 def unknown_host_problems(hosts: Mapping[str, HostSettings]) -> Iterator[Problem]:
@@ -66,7 +66,7 @@ def _member_problems(
         for other in members[1:] if name == members[0] else ():
             if other in hosts and list(members_by_host[other][:1]) != [name]:
                 listed = ", ".join(members_by_host[other]) or "empty"
-                message = f"is {listed}, but the list of {name} contains this host"
+                message = f"is {listed}, but {name}'s list contains this host"
                 yield Problem(f"{other}: {section}.hosts", message, _IN_GROUP_VARS)
 
 

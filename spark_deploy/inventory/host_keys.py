@@ -106,7 +106,7 @@ def readable_ssh_files() -> Iterator[None]:
         yield
     except RecursionError as error:
         fix = "correct ProxyJump; run `ssh -G HOST` to print it"
-        message = "ProxyJump leads from a jump host to itself"
+        message = "ProxyJump makes a jump host connect through itself"
         raise SettingsError.single("~/.ssh/config", message, fix) from error
     except (ValueError, ConfigParseError, InvalidHostKey) as error:
         reason = error.line if isinstance(error, InvalidHostKey) else error
@@ -124,7 +124,7 @@ def changed_key_problems(keys: Sequence[HostKey]) -> list[Problem]:
                 Problem(
                     key.endpoint.host,
                     f"presents the host key {key.fingerprint}, but {key.path} has {recorded}: "
-                    "the host was reinstalled, or the connection is intercepted",
+                    "the host was reinstalled, or the connection is being intercepted",
                     "run `ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub` on the machine; "
                     "if it prints the first fingerprint, remove the old key: "
                     f"run `ssh-keygen -f {key.path} -R '{key.entry_name}'`",

@@ -86,7 +86,7 @@ def host_problems(groups: Mapping[str, Any], *, file: str) -> Iterator[Problem]:
                 yield Problem(f"{where}: {host}", "is listed twice", "list it once")
             elif host in group_by_host:
                 message = f"is in the groups {group_by_host[host]} and {group}"
-                yield Problem(f"{where}: {host}", message, "list every host in a single group")
+                yield Problem(f"{where}: {host}", message, "list each host in only one group")
             group_by_host[host] = group
 
 

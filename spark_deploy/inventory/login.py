@@ -247,7 +247,9 @@ def check_login(state: State, host: Host, endpoint: Endpoint) -> bool:
     if result.ready:
         host.log("a new login works")
         return True
-    fix = "wait until the host restores its old network, then check the cable and `ip route`"
+    fix = (
+        "wait until the host restores its old network settings, then check the cable and `ip route`"
+    )
     return _log_problem(host, f"cannot log back in to {endpoint.hostname} ({result.detail})", fix)
 
 

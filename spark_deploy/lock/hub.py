@@ -82,7 +82,7 @@ def look_up_repo(endpoint: str, repo: str, revision: str, token: str | None) -> 
     except (HfHubHTTPError, httpx2.HTTPError, OSError) as error:
         reason = f"{type(error).__name__}: {without_errno(one_line(error))}"
         what = f"the hub cannot be reached: {reason}"
-        fix = "check hub.endpoint and the network of this machine, then run the command again"
+        fix = "check hub.endpoint and this machine's network, then run the command again"
         raise LockError.single(where, what, fix) from error
     except _MALFORMED as error:
         raise _not_a_hub_error(where, f"{type(error).__name__}: {error}") from error
@@ -176,5 +176,7 @@ def _make_file(
     except DocumentError as error:
         raise _not_a_hub_error(where, str(error)) from error
     if file.size_bytes > _MAX_FILE_BYTES or not file.path.isprintable():
-        raise _not_a_hub_error(where, f"the hub lists {file.path!r} of {file.size_bytes} bytes")
+        raise _not_a_hub_error(
+            where, f"the hub lists {file.path!r} with a size of {file.size_bytes} bytes"
+        )
     return SourceFile(file.path, file.size_bytes, file.sha256, file.git_sha1)

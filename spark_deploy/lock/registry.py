@@ -172,7 +172,7 @@ class _Client:
     def _request_token(self, challenge: str) -> str:
         token_service = parse_challenge(challenge, ("https",))
         if token_service is None:
-            fix = "use a registry without login"
+            fix = "use a registry that requires no login"
             raise LockError.single(self._where, "the registry requires a login", fix)
         realm, parameters = token_service
         try:
@@ -182,7 +182,7 @@ class _Client:
         except OSError as error:
             reason = getattr(error, "reason", error)
             what = f"{one_line(realm)} returned no token: {one_line(reason)}"
-            fix = "check the network, or use a registry without login"
+            fix = "check the network, or use a registry that requires no login"
             raise LockError.single(self._where, what, fix) from error
         return str(data.get("token") or data.get("access_token"))
 

@@ -174,7 +174,9 @@ def _lock_source(name: tuple[str, str], settings: Settings, print_line: PrintLin
     )
     if source.left_out:
         path, reason = next(iter(source.left_out.items()))
-        print_line(f"  {repo}: skips {len(source.left_out)} files, for example {path} ({reason})")
+        print_line(
+            f"  {repo}: skipping {len(source.left_out)} files, for example {path} ({reason})"
+        )
     return source
 
 

@@ -103,7 +103,10 @@ def reject_unbuildable_checkpoint(model: Model, profile: Profile, settings: Sett
         and model.architecture.mtp_scheme == "bf16"
         and not _int4_modules(model, profile)
     ):
-        what = "tensors.mtp in the model file lists no 16-bit experts or attention to round to INT4"
+        what = (
+            "tensors.mtp in the model file lists no 16-bit expert or attention tensors to "
+            "round to INT4"
+        )
         raise PlanError.single(f"{where}: drafter", what, "set engine.drafter: keep")
     if profile.shared_experts == "int8-g128" and profile.layout == "overlay":
         what = "an overlay with int8-g128 would contain the names of the shared experts twice"
@@ -360,7 +363,7 @@ def image_plan(
 def locked_image(model: Model, settings: Settings, lock: Lock, role: str) -> LockedImage:
     reference = settings.images.get(role)
     if reference is None:
-        what = f"the model needs image role '{role}', which is missing in the settings"
+        what = f"the model needs image role '{role}', which is missing from the settings"
         fix = f"set images.{role} (known: {', '.join(sorted(settings.images))})"
         raise PlanError.single(f"catalog/models/{model.name}.yml: image.role", what, fix)
     image = lock.images.get(reference)

@@ -89,7 +89,7 @@ def _fabric_ports(host: str, settings: Settings, host_ports: Ports) -> list[Port
         names = ", ".join(port.interface for port in cabled) or "none"
         what = f"the host has {len(cabled)} cabled RDMA ports ({names}), "
         what += f"but {len(fabric.networks)} networks are configured"
-        fix = "cable one cage, or set fabric.interfaces and fabric.networks"
+        fix = "connect only one QSFP cage, or set fabric.interfaces and fabric.networks"
         raise PlanError.single(f"{host}: fabric", what, fix)
     return cabled
 
@@ -107,7 +107,8 @@ def _conflicts(host: str, planned: FabricPort, host_ports: Ports) -> Iterator[Pr
         if interface == planned.interface and text != planned.address:
             what = f"this port already has {text}; {NETPLAN_FILE} would add a second address"
             fix = (
-                "configure the twin port in the file that sets this address, or remove the address"
+                "configure the cable's other port in the file that sets this address, "
+                "or remove the address"
             )
             yield Problem(f"{host}: {interface}", what, fix)
         elif interface != planned.interface and network.overlaps(
@@ -250,10 +251,10 @@ def _common_network(settings: Settings, fabric: Mapping[str, Ports]) -> ipaddres
 def _missing_address(host: str, ports: Sequence[Port], subnet: str | None) -> Problem:
     interfaces = [
         f"{port.interface}{f' ({port.device})' if port.device else ''} "
-        f"{'up' if port.up else 'down'} {', '.join(port.addresses) or 'without address'}"
+        f"{'up' if port.up else 'down'} {', '.join(port.addresses) or 'no address'}"
         for port in ports
     ]
-    required = f"in {subnet}" if subnet else "on an RDMA port in a network of all members"
+    required = f"in {subnet}" if subnet else "on an RDMA port in a network that all members share"
     return Problem(
         f"{host}: cluster",
         f"this host has no address {required} (found: {'; '.join(interfaces) or 'no interface'})",

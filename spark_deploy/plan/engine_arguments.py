@@ -78,7 +78,7 @@ DRAFTER_MOUNT = "/drafter"
 ADAPTERS_MOUNT = "/adapters"
 VOCABULARY_MOUNT = "/draft-vocabulary"
 HEAD_TIMINGS_PATH = f"{CACHE_MOUNT}/spark-lm-head.json"
-"""Measurement of the opt-in head, written at the first start on a host."""
+"""Measurement of the opt-in head, written on the first start on a host."""
 
 # Our results were measured without both. Autotuning runs FlashInfer's kernels with loaded weights;
 # the warm-up compiles kernels that may never be used.

@@ -271,7 +271,7 @@ def _limit_problems(model: Model, profile: Profile) -> Iterator[Problem]:
         what, fix = "needs engine.draft_vocabulary_tokens", "set it, or remove the text"
         yield Problem("engine.draft_vocabulary_text", what, fix)
     if model.adapters and profile.speculation:
-        what = f"drafts were never tested with adapters, and {model.name} has adapters"
+        what = f"drafts have never been tested with adapters, and {model.name} has adapters"
         yield Problem(f"profile {profile.name}", what, "set engine.drafts: 0")
     table = None if isinstance(model, PlainModel) else model.architecture.ngram_table
     if (table is None) != (profile.ngram_table is None):
@@ -351,7 +351,7 @@ def _multi_host_problems(model: Model, profile: Profile, settings: Settings) -> 
     ranks = settings.ranks
     if isinstance(model, PlainModel):
         if ranks > 1:
-            what = f"{model.name} is served as published, which supports one host only"
+            what = f"{model.name} is served as published, so it can run on one host only"
             yield Problem("cluster.hosts", what, "serve the model on each host separately")
         return
     shape = model.architecture

@@ -110,7 +110,7 @@ def _service_plan(name: str, resolved: Resolved, request: Request) -> ServicePla
 def plan_model(resolved: Resolved, request: Request) -> ModelPlan:
     model, profile, settings = resolved.model, resolved.profile, resolved.settings
     if isinstance(model, PlainModel) and model.anatomy is None:
-        what = "the size is unknown, because the headers were not read yet"
+        what = "the size is unknown, because the headers have not been read yet"
         fix = "run `spark-deploy update --missing` with access to the hub"
         raise PlanError.single(f"lock: {model.repository}", what, fix)
     lock, payload = request.lock, request.payload

@@ -209,7 +209,7 @@ def _unknown_sizes(model: Model, profile: Profile) -> Iterator[str]:
     elif relative_cache_size(profile.kv_cache.dtype) is None and anatomy.cache:
         yield f"KV cache per token: cannot be computed for {profile.kv_cache.dtype}"
     if anatomy.context_tokens is None:
-        yield "maximum context length: missing in config.json; set engine.max_context_tokens"
+        yield "maximum context length: missing from config.json; set engine.max_context_tokens"
 
 
 def missing_bytes(model: Model, profile: Profile, settings: Settings) -> int:

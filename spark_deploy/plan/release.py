@@ -126,7 +126,7 @@ def _socket_mount(service: str) -> ManagedFile:
     folder = engine_dir(service)
     text = (
         "[Unit]\n"
-        f"Description=Folder of the socket of the Spark engine {service}\n"
+        f"Description=Socket folder of the Spark engine {service}\n"
         "[Mount]\n"
         f"What=tmpfs\nWhere={folder}\nType=tmpfs\n"
         "Options=mode=0700,size=256k,nr_inodes=64,nosuid,nodev,noexec,nosymfollow\n"

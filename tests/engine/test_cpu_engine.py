@@ -101,7 +101,7 @@ def test_installed_engine_passes_the_plugin_check(engine):
     assert re.search(r"vLLM 0\.32\.0 is compatible \(\d\d+ checks\)", result.stdout)
 
 
-def test_plugin_dequantizes_tensors_bit_for_bit(engine, sources, trees, overlay, plain):
+def test_plugin_dequantization_is_bit_exact(engine, sources, trees, overlay, plain):
     kept = write_plain(*sources, trees / "plain-keep", trees / "overlay")
     pairs = [str(path) for path in (overlay, plain, trees / "full", kept)]
     result = engine.run(str(HERE / "engine_tensors.py"), *pairs)
@@ -119,7 +119,7 @@ def test_portable_overlay_generates_the_same_tokens_as_the_plain_checkpoint(
     assert re.search(r"spark: all numbers of \d{2,} tensors and the logits of 1 heads of", log)
 
 
-def test_full_layout_with_drafts_generates_the_tokens_of_the_plain_checkpoint(
+def test_full_layout_with_drafts_generates_the_same_tokens_as_plain_checkpoint(
     engine, trees, reference
 ):
     speculation = {"method": "mtp", "num_speculative_tokens": 2}
@@ -133,7 +133,9 @@ def test_full_layout_with_drafts_generates_the_tokens_of_the_plain_checkpoint(
     assert re.search(r"spark portable mode: .* for SparkQwen35MoeMTP", log)
 
 
-def test_engine_accepts_drafts_of_an_int4_drafter_with_sampling(engine, sources, work, reference):
+def test_engine_accepts_draft_tokens_from_an_int4_drafter_when_sampling(
+    engine, sources, work, reference
+):
     v3 = shipped_catalog().profile("v3", "lab-tiny")
     order = plan(*sources, work / "int4-drafter", {**VARIANTS["v3"], "head": "int8-g128"})
     build(order, work)
@@ -154,7 +156,7 @@ def test_engine_accepts_drafts_of_an_int4_drafter_with_sampling(engine, sources,
     assert re.search(rf"dequantized \d+ tensors .*int4 {packed}\b.* for SparkQwen35MoeMTP", log)
 
 
-def test_engine_rejects_a_missing_scale_before_loading(engine, trees):
+def test_engine_rejects_a_checkpoint_with_a_missing_scale_before_loading(engine, trees):
     tree = damaged(trees / "overlay", "no-scale")
     name = next(name for name in names_of(tree) if name.endswith("weight_scale_inv_fp8"))
     drop_names(tree, {name})

@@ -22,7 +22,7 @@ def test_every_supported_engine_has_recorded_sources():
     assert set(RELEASES) == set(SUPPORTED_ENGINES)
 
 
-def test_engine_of_the_lab_is_supported():
+def test_lab_engine_is_supported():
     assert ENGINE_VERSION in SUPPORTED_ENGINES
 
 
@@ -32,7 +32,7 @@ def test_released_engine_meets_every_requirement_of_the_plugin(version):
 
 
 @pytest.mark.parametrize("version", SUPPORTED_ENGINES)
-def test_engine_installs_the_packages_of_the_plugin(version):
+def test_engine_installs_the_packages_the_plugin_needs(version):
     about = f"{RELEASES[version].project.replace('-', '_')}-{version}.dist-info/METADATA"
     text = (fetch(version, {about}) / about).read_text()
     required = {name.lower() for name in re.findall(r"^Requires-Dist: ([\w-]+)", text, re.M)}
@@ -134,5 +134,5 @@ def test_check_rejects_an_engine_that_violates_a_requirement(version, row, mutat
         assert problem.endswith(row.used_by)
 
 
-def test_every_requirement_is_tested_with_a_changed_engine():
+def test_every_requirement_has_a_test_with_a_modified_engine():
     assert {id(row) for row in TABLE} == {id(param.values[1]) for param in MUTANTS}

@@ -22,7 +22,7 @@ def source(version, file):
 
 
 @pytest.mark.parametrize("version", SUPPORTED_ENGINES)
-def test_engine_accepts_every_speculation_value_of_profiles(version):
+def test_engine_accepts_every_speculation_value_used_in_profiles(version):
     module = ast.parse(source(version, CONFIG))
     aliases = {
         ast.unparse(node.targets[0]): ast.unparse(node.value)

@@ -158,11 +158,11 @@ def test_embedding_model_and_reranker_answer_requests(served):
 
 
 @pytest.mark.parametrize("name", DRAFTING)
-def test_engine_answers_requests_with_drafts(served, name):
+def test_engine_answers_requests_using_draft_tokens(served, name):
     assert served[1][name]["text"] == "Paris"
 
 
-def test_engine_accepts_drafts_and_plan_counts_the_drafter(served, work):
+def test_engine_accepts_draft_tokens_and_plan_includes_drafter_memory(served, work):
     plans, answers, _ = served
     name = "tiny-qwen3 by tiny-draft"
     counters = answers[name]["counters"]

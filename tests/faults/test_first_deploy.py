@@ -78,7 +78,7 @@ def test_first_deploy_finishes_an_interrupted_package_installation(first):
     assert first.guest.run("docker version --format '{{.Server.Os}}'").strip() == "linux"
 
 
-def test_failed_first_deploy_reports_the_check_and_the_engine_log(first):
+def test_failed_first_deploy_reports_the_failed_check_and_the_engine_log(first):
     run = first.failed
     assert run.exit_code != 0
     assert f"{first.candidate}: failed-no-previous in phase start: " in run.stderr
@@ -90,7 +90,7 @@ def test_failed_first_deploy_reports_the_check_and_the_engine_log(first):
     assert re.search(STARTED, Path(engine_log[1]).read_text())
 
 
-def test_failed_first_release_is_stopped_disabled_and_no_rollback_target(first):
+def test_failed_first_release_is_stopped_disabled_and_never_rolled_back_to(first):
     first.assert_nothing_left()
     service = first.guest.json(f"{SPARK_HOST} status")["services"]["main"]
     assert (service["known_good"], service["active"]) == (None, None)
@@ -135,7 +135,7 @@ def test_power_cut_while_first_release_loads_leaves_no_server(first):
     assert first.guest.json(f"{SPARK_HOST} switch-poll {release}")["state"] == "interrupted"
 
 
-def test_deploy_with_corrected_settings_serves_and_a_repeat_changes_nothing(first):
+def test_deploy_with_corrected_settings_serves_and_redeploy_changes_nothing(first):
     guest = first.guest
     first.site.choices.clear()
     first.site.choose(**USUAL)

@@ -120,7 +120,7 @@ def fetch_over_line(eight, count, *, share=True):
     }
 
 
-def test_eight_new_hosts_download_one_copy_together(eight):
+def test_eight_new_hosts_download_only_one_copy_in_total(eight):
     hub, registry = HubLog(), RegistryLog()
     run = eight.site.deploy(timeout_s=2400).assert_succeeded()
     first = eight.guests[0]
@@ -154,7 +154,7 @@ def test_deploying_eight_hosts_takes_little_longer_than_one(eight, capsys):
     assert all_hosts["seconds"] <= single["seconds"] * 1.3 + over_network_s
 
 
-def test_hub_traffic_grows_with_hosts_only_without_peer_downloads(eight, capsys):
+def test_hub_traffic_grows_with_host_count_only_if_peer_downloads_are_off(eight, capsys):
     runs = {}
     for count in (1, 2, 4):
         for share in (True, False):

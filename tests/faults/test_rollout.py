@@ -16,7 +16,7 @@ def test_rollout_switches_to_another_release_and_back(bench):
     bench.assert_switches(A)
 
 
-def test_switch_to_serving_release_restarts_nothing(bench):
+def test_switch_to_the_release_already_serving_restarts_nothing(bench):
     bench.serve_proven(A)
     before = bench.guest.invocation(A)
     bench.assert_switches(A)
@@ -86,7 +86,7 @@ def switch_until_phase(bench, phase):
 
 
 @pytest.mark.parametrize("phase", ["drain", "stop", "memory", "start", "check", "open", "enable"])
-def test_killed_rollout_resumes_and_ends_with_a_proven_server(bench, phase):
+def test_killed_rollout_resumes_and_ends_with_a_server_that_passed_its_check(bench, phase):
     switch_until_phase(bench, phase)
 
     bench.run(f"systemctl kill -s KILL spark-switch@{B}")
@@ -131,7 +131,7 @@ def test_old_release_continues_to_serve_if_systemd_cannot_stop_it(bench):
 
 
 @pytest.mark.parametrize("phase", ["stop", "start", "check", "enable"])
-def test_power_cut_during_rollout_boots_old_release(bench, phase):
+def test_host_boots_old_release_after_power_cut_during_rollout(bench, phase):
     switch_until_phase(bench, phase)
 
     bench.power_cut()
@@ -191,7 +191,7 @@ def test_rollback_restores_previous_release(bench):
     bench.assert_serves(A)
 
 
-def test_failed_rollback_keeps_serving_release(bench):
+def test_current_release_keeps_serving_if_rollback_fails(bench):
     switch_from_a_to_b(bench)
     bench.release(A, engine__env={"STUB_FAULT": "garbage"})
 

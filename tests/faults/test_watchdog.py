@@ -97,7 +97,7 @@ def test_watchdog_does_not_treat_a_long_response_as_a_stall(bench):
     assert restarts(bench) == 0
 
 
-def test_rollout_rolls_back_if_engine_loads_more_than_host_memory(bench):
+def test_rollout_rolls_back_if_engine_needs_more_memory_than_the_host_has(bench):
     bench.serve_proven(A)
     before = bench.guest.invocation(A)
     timeouts = {"start_s": 60, "stop_s": 5, "drain_s": 5}
@@ -175,7 +175,7 @@ def test_docker_upgrade_restarts_server_and_next_rollout_checks_it(bench):
     assert status["proof"]["last_full"]["versions"]["docker"] == version
 
 
-def test_docker_prune_keeps_running_server(bench):
+def test_docker_prune_does_not_remove_the_running_server(bench):
     bench.serve_proven(A)
     bench.run("docker system prune -af --volumes >/dev/null")
     bench.assert_serves(A)

@@ -29,7 +29,7 @@ PARALLEL_ENGINES = {
 
 
 @pytest.mark.parametrize("stage", PARALLEL_ENGINES)
-def test_every_judged_row_passes(stage, trees, tmp_path, results, request):
+def test_every_result_row_with_a_verdict_passes(stage, trees, tmp_path, results, request):
     if stage == "two-gpus" and torch.cuda.device_count() < 2:
         pytest.skip("needs two devices")
     if stage == "quality":

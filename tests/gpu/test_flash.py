@@ -25,14 +25,14 @@ def test_flash_next_reads_its_ngram_table_from_a_file(tmp_path, results, tensor_
     assert _failed(stages.prove(stage, trees, tmp_path / "work", results)) == []
 
 
-def test_flash_next_drafts_change_no_distribution_of_sampled_answers(tmp_path, results):
+def test_flash_next_drafts_do_not_change_the_distribution_of_sampled_answers(tmp_path, results):
     trees = tmp_path / "trees"
     model.make(trees)
     rows = stages.prove("flash-next-sampling", trees, tmp_path / "work", results)
     assert _failed(rows) == []
 
 
-def test_flash_next_answers_with_prefix_hits_equal_those_without(tmp_path, results):
+def test_flash_next_answers_are_identical_with_and_without_prefix_hits(tmp_path, results):
     trees = tmp_path / "trees"
     model.make(trees)
     rows = stages.prove("flash-next-prefixes", trees, tmp_path / "work", results)

@@ -52,7 +52,7 @@ def test_quantizing_lm_head_in_blocks_equals_quantizing_it_at_once():
         assert torch.equal(in_blocks, at_once)
 
 
-def test_quantizing_lm_head_needs_less_than_five_extra_blocks():
+def test_quantizing_lm_head_needs_extra_memory_for_fewer_than_five_blocks():
     from spark_vllm.head.compute import ROWS_PER_BLOCK, quantize_rows
 
     weight = torch.randn(16 * ROWS_PER_BLOCK, 1024, device="cuda", dtype=torch.bfloat16)

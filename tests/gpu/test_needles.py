@@ -57,7 +57,7 @@ def through_engine(kind, keys, values):
 
 
 @pytest.mark.parametrize("preset", LOSSES)
-def test_needle_recall_of_each_cache_format_matches_its_guard_rail(preset, monkeypatch, results):
+def test_needle_recall_of_each_cache_format_meets_its_threshold(preset, monkeypatch, results):
     by_16_bit, by_format = [], []
     for seed in range(SEEDS):
         needles = needle_chains.make_needles(seed, "cuda")

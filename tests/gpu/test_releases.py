@@ -26,7 +26,7 @@ def test_two_hosts_give_the_same_answers_as_one_host(recall_weights, tmp_path, r
     assert _failed("cluster", checkpoints, tmp_path / "work", results) == []
 
 
-def test_drafts_of_plain_repositories_change_no_answer(tmp_path, results):
+def test_drafts_from_plain_repositories_do_not_change_any_answer(tmp_path, results):
     checkpoints = tmp_path / "trees"
     for kind in ("fp8", "bf16"):
         trees.write_plain(checkpoints / f"plain-{kind}", kind)

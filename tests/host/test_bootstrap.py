@@ -85,7 +85,7 @@ def test_second_bootstrap_changes_nothing(new_host):
     new_host.bootstrap().assert_unchanged()
 
 
-def test_rejects_a_changed_host_key(new_host):
+def test_bootstrap_rejects_a_changed_host_key(new_host):
     recorded = new_host.known_hosts.read_text()
     other = next(g for g in info()["guests"] if g["name"] != GUEST and g["host_key"])
     new_host.known_hosts.write_text(f"{new_host.about['ip']} {other['host_key']}\n")

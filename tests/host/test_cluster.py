@@ -91,7 +91,7 @@ def test_only_members_can_connect_to_cluster_ports(cluster):
 
 
 @pytest.mark.parametrize("rank", ["worker", "head"])
-def test_dead_rank_closes_gateway_and_both_ranks_restart(cluster, rank):
+def test_gateway_closes_and_both_ranks_restart_if_one_rank_dies(cluster, rank):
     cluster.wait_until_open()
     release, before = cluster.release(), [guest.invocation() for guest in cluster.guests]
     guest: Guest = getattr(cluster, rank)

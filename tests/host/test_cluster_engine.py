@@ -52,7 +52,7 @@ def test_engine_on_two_ranks_gives_the_trained_answers(cluster):
 
 
 @pytest.mark.parametrize("rank", ["worker", "head"])
-def test_killed_engine_rank_closes_gateway_and_restarts(cluster, rank, capsys):
+def test_gateway_closes_and_rank_restarts_if_an_engine_rank_is_killed(cluster, rank, capsys):
     guest: Guest = getattr(cluster, rank)
     # The rank's process, not the container, like a fault in the engine.
     ranks = "docker top $(docker ps -q --filter label=spark.release) -eo pid,args"
@@ -63,7 +63,7 @@ def test_killed_engine_rank_closes_gateway_and_restarts(cluster, rank, capsys):
         sys.stdout.write(f"\n{rank}: closed after {closed_s:.1f} s, back {restored_s:.0f} s later")
 
 
-def test_gateway_of_two_ranks_is_closed_while_the_fabric_is_down(cluster, capsys):
+def test_gateway_in_front_of_two_ranks_is_closed_while_the_fabric_is_down(cluster, capsys):
     began = time.monotonic()
     with cluster.lost_fabric():
         while cluster.head.call("GET", "/health")[0] == 200:

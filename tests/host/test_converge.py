@@ -13,7 +13,7 @@ from tests.labkit import rollouts_overlap
 pytestmark = pytest.mark.gate
 
 
-def test_first_deploy_turns_bare_hosts_into_proven_servers(fleet):
+def test_first_deploy_turns_bare_hosts_into_servers_that_passed_their_check(fleet):
     for guest in fleet.guests:
         assert len(guest.serving()) == 1
         assert guest.boots() == guest.serving()

@@ -124,7 +124,7 @@ def test_follow_up_request_reaches_the_host_with_the_cached_prefix(engines, reco
     assert at_home > 1.5 * anywhere
 
 
-def test_named_keys_are_accepted_limited_counted_and_revoked(engines):
+def test_named_keys_can_be_used_rate_limited_counted_and_revoked(engines):
     runs = [guest.invocation() for guest in engines.guests]
     token, question = f"sk-{secrets.token_urlsafe(32)}", [{"role": "user", "content": "Hello."}]
     anna = {"sha256": hashlib.sha256(token.encode()).hexdigest(), "max_requests_per_min": 3}

@@ -61,7 +61,7 @@ def test_engine_socket_is_on_a_separate_small_filesystem(gateway):
     assert abs(int(gateway.guest.run("df --output=avail /run | tail -1")) - int(before)) < 1024
 
 
-def test_symlinks_by_the_engine_account_cannot_open_host_files(gateway):
+def test_symlinks_created_by_the_engine_account_cannot_reach_host_files(gateway):
     before = gateway.guest.run("stat -c '%a %U:%G %Y' /etc/shadow; sha256sum /etc/shadow")
     refused = gateway.guest.run(
         f"{AS_ENGINE} sh -c 'ln -s /etc/shadow /run/spark/main/.open.1'; echo $?", check=False

@@ -109,7 +109,7 @@ def test_fabric_dry_run_shows_netplan_file_and_changes_nothing(site):
         assert_bare(guest)
 
 
-def test_rejects_port_configured_by_another_netplan_file(site, renderer):
+def test_fabric_deploy_rejects_port_configured_by_another_netplan_file(site, renderer):
     file, write, remove = FOREIGN[renderer]
     guest = guest_named(NAMES[0])
     guest.run(write)
@@ -219,7 +219,7 @@ def test_unconfirmed_network_trial_is_reverted(site):
     assert_bare(guest)
 
 
-def test_network_that_breaks_login_is_reverted(site, renderer):
+def test_network_change_that_breaks_login_is_reverted(site, renderer):
     guest = guest_named(NAMES[1])
     before = guest.run(MANAGEMENT_STATE)
     assert "fd00:7::5/64" in before

@@ -74,7 +74,7 @@ def own_certificate(gateway, names, stem="own", days=90):
     }  # fmt: skip
 
 
-def test_own_certificate_is_checked_before_connecting_and_then_served(gateway):
+def test_user_provided_certificate_is_checked_before_connecting_then_served(gateway):
     right = own_certificate(gateway, f"IP:{gateway.guest.ip}")
     wrong_name = own_certificate(gateway, "DNS:other.example.org", "name")
     wrong_key = {**right, "tls_key": wrong_name["tls_key"]}

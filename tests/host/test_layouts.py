@@ -49,7 +49,7 @@ def plain_name(name):
     return name.removesuffix("_fp8").removesuffix("_int8")
 
 
-def test_full_layout_equals_the_overlay_and_needs_no_base(fleet, tmp_path):
+def test_full_layout_equals_the_overlay_and_needs_no_base_checkpoint(fleet, tmp_path):
     fleet.settle()
     guest = fleet.guests[0]
     only = ("--limit", guest.name)
@@ -128,7 +128,7 @@ def test_prebuilt_hybrid_is_verified_against_its_fp8_source_and_served(fleet, tm
     fleet.site.deploy(*only).assert_unchanged()
 
 
-def test_drafter_chooses_from_the_frequent_tokens_of_the_owners_text(fleet):
+def test_drafter_picks_from_the_most_frequent_tokens_in_the_owners_text(fleet):
     fleet.settle()
     guest = fleet.guests[0]
     only = ("--limit", guest.name)

@@ -112,7 +112,7 @@ def test_schedule_needs_one_edit_and_one_command(walk):
     path.write_text(before)
 
 
-def test_engine_gateway_and_tools_log_to_one_stream(walk):
+def test_engine_and_gateway_and_tools_log_to_one_stream(walk):
     output = walk.owner.run("logs", "-n", "400").stdout
     parts = ("engine", "gateway", "watch")
     assert [part for part in parts if part not in output] == []

@@ -109,7 +109,7 @@ def test_streaming_client_gets_comments_while_the_model_starts(guest):
     assert text.rstrip().endswith("data: [DONE]")
 
 
-def test_two_clients_of_different_models_do_not_cause_constant_switching(guest, record_property):
+def test_two_clients_using_different_models_do_not_cause_constant_switching(guest, record_property):
     before = len(starts(guest))
     until = time.monotonic() + 150
 

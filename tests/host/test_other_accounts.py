@@ -95,7 +95,7 @@ def test_prompts_are_not_stored_on_the_host(gateway):
     assert paths == ""
 
 
-def test_unmanaged_container_can_connect_only_to_ssh_of_the_host(gateway):
+def test_unmanaged_container_can_connect_only_to_ssh_on_the_host(gateway):
     gateway.guest.run(
         "ip netns add neighbour; ip link add nb0 type veth peer name nb1; "
         "ip link set nb0 master docker0 up; ip link set nb1 netns neighbour; "
@@ -110,7 +110,7 @@ def test_unmanaged_container_can_connect_only_to_ssh_of_the_host(gateway):
     assert set(out.splitlines()) == {"172.17.0.1 22", f"{gateway.guest.ip} 22"}
 
 
-def test_network_can_connect_only_to_ssh_of_the_host(gateway):
+def test_network_clients_can_connect_only_to_ssh_on_the_host(gateway):
     paths = []
     for port in range(1, 65536):
         with socket.socket() as probe:

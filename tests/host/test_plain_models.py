@@ -148,7 +148,7 @@ def test_plan_uses_the_kv_cache_size_that_the_engine_reported(site, guest):
     site.deploy().assert_unchanged()
 
 
-def test_deploy_downloads_drafter_and_engine_accepts_its_drafts(site, guest, rows):
+def test_deploy_downloads_the_drafter_and_the_engine_accepts_its_draft_tokens(site, guest, rows):
     add_or_fail(site, "org/tiny-qwen3")
     path = site.root / "catalog/models/tiny-qwen3.yml"
     path.write_text(

@@ -98,7 +98,7 @@ def test_prune_removes_unneeded_checkpoint(fleet):
     assert guest.answers()
 
 
-def test_rollout_of_a_kept_ready_model_downloads_and_builds_nothing(fleet):
+def test_rollout_of_a_model_kept_ready_downloads_and_builds_nothing(fleet):
     guest, serving = serve_base_profile(fleet)
     prune(fleet, guest).assert_succeeded()
     before = guest.invocation()

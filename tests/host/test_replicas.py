@@ -82,7 +82,7 @@ def replicas(tmp_path_factory):
     lab("down", FIRST, SECOND)
 
 
-def test_gateways_of_replicas_use_both_hosts_and_redeploy_changes_nothing(replicas):
+def test_replica_gateways_use_both_hosts_and_a_redeploy_changes_nothing(replicas):
     before = replicas.answer_counts()
     for guest in replicas.guests:
         for _ in range(6):

@@ -62,7 +62,7 @@ def test_requantize_job_packs_every_listed_drafter_block(site):
         assert quantization["extra_config"][module]["bits"] == 16
 
 
-def test_engine_accepts_drafts_of_requantized_drafter(site):
+def test_engine_accepts_draft_tokens_from_requantized_drafter(site):
     guest = guest_named(NAME)
     site.choose(checkpoint={"source": "requantized"})
     site.deploy().assert_succeeded()

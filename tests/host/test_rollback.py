@@ -7,7 +7,7 @@ def rollback(fleet, *arguments, dry=False):
     return fleet.site.deploy(*arguments, dry=dry, deploy="deploys/rollback.py")
 
 
-def test_rollback_shows_both_releases_and_next_deploy_reports_it(fleet):
+def test_rollback_shows_both_releases_and_is_reported_by_the_next_deploy(fleet):
     fleet.settle()
     first = [guest.release() for guest in fleet.guests]
     fleet.site.choose(profile="v2-tq")
@@ -65,7 +65,7 @@ def start_afterwards(fleet):
 
 
 @pytest.mark.usefixtures("start_afterwards")
-def test_stopped_service_stays_stopped_after_reboot_and_deploy_until_start(fleet):
+def test_stopped_service_stays_stopped_after_reboot_and_deploy_until_started(fleet):
     fleet.settle()
     guest, other = fleet.guests
     only, release, of_other = ("--limit", guest.name), guest.release(), footprint(other)

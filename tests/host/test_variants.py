@@ -105,7 +105,7 @@ def write_result(host):
     RESULTS.write_text(json.dumps(document, indent=1) + "\n")
 
 
-def test_doctor_accepts_variant_host_before_any_change(host):
+def test_doctor_accepts_nonstandard_host_before_any_change(host):
     assert "bootstrap" in host.doctor_new
     code, output = host.doctor_ready
     assert code == 0, output
@@ -113,13 +113,13 @@ def test_doctor_accepts_variant_host_before_any_change(host):
     host.measured["doctor"] = {"exit_code": code, "warnings": warned}
 
 
-def test_first_deploy_to_variant_host_serves(host):
+def test_nonstandard_host_serves_after_first_deploy(host):
     host.first.assert_succeeded()
     assert host.guest.answers()
     host.measured["first"] = {"changed": len(host.first.changed), "served": True}
 
 
-def test_second_deploy_to_variant_host_changes_nothing(host):
+def test_second_deploy_to_nonstandard_host_changes_nothing(host):
     second = host.site.deploy().assert_unchanged()
     host.measured["second"] = {"changed": len(second.changed)}
 
@@ -130,7 +130,7 @@ def test_deploys_keep_the_owners_files_and_settings(host):
     host.measured["owners"] = {**host.before.counts, "changed": len(changes)}
 
 
-def test_variant_host_serves_after_reboot_and_keeps_the_owners_files(host):
+def test_nonstandard_host_serves_after_reboot_and_keeps_the_owners_files(host):
     host.guest.reboot(seconds=120)
     host.guest.wait("systemctl is-active 'spark-serve@*' && echo", seconds=60)
     host.guest.wait("systemctl is-active docker")

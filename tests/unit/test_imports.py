@@ -172,7 +172,7 @@ def test_every_module_belongs_to_a_package():
 
 
 @pytest.mark.slow
-def test_packages_import_only_the_same_or_lower_packages():
+def test_packages_import_only_from_their_own_or_a_lower_layer():
     wrong = []
     for name, result, top in imported(""):
         package, theirs = package_of(name), package_of(file_of(result) or "")
@@ -184,7 +184,7 @@ def test_packages_import_only_the_same_or_lower_packages():
     none(wrong)
 
 
-def test_packages_import_only_their_libraries():
+def test_packages_import_only_their_allowed_libraries():
     standard, allowed = {*sys.stdlib_module_names, "__future__"}, dict(PACKAGES)
     none(
         [
@@ -195,7 +195,7 @@ def test_packages_import_only_their_libraries():
     )
 
 
-def test_modules_never_import_in_a_cycle():
+def test_modules_have_no_import_cycles():
     graph = {
         name: {ours for result in imports(name) if (ours := _ours(result)) and ours != name}
         for name in MODULES

@@ -63,8 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except HostToolError as error:
         return _fail(str(error), error.exit_code)
     except ModuleNotFoundError as error:
-        fix = "run the deploy again, or add the packages of requirements.txt to PYTHONPATH"
-        return _fail(f"{error.name}: is not installed; fix: {fix}", InputError.code)
+        fix = "run the deploy again, or add the packages in requirements.txt to PYTHONPATH"
+        return _fail(f"{error.name} is not installed; fix: {fix}", InputError.code)
     except OSError as error:
         where = error.filename or "this host"
         problem = error.strerror or str(error)
@@ -136,7 +136,8 @@ def read_build_plan(path: Path) -> BuildPlan:
         raise InputError(
             str(path),
             f"requires recipe version {plan.recipe_version}, but this builder has {RECIPE_VERSION}",
-            "install the host tools of the plan's release, or create the plan again",
+            "install the host tools from the release that created the plan, "
+            "or create the plan again",
         )
     return plan
 
@@ -175,8 +176,10 @@ def _parser() -> argparse.ArgumentParser:
     add_command(builder_api.FETCH, "download a repository at a commit", plan="FETCH.json")
     layers_help = "download the blobs and manifests of an image"
     add_command(builder_api.LAYERS, layers_help, plan="LAYERS.json", manifests="DIR")
-    add_command(builder_api.RANK, "list the most frequent tokens of a text", plan="RANK.json")
-    build = add_command(builder_api.BUILD, "build the checkpoint of a plan", plan="PLAN.json")
+    add_command(builder_api.RANK, "list the most frequent tokens in a text", plan="RANK.json")
+    build = add_command(
+        builder_api.BUILD, "build the checkpoint that a plan describes", plan="PLAN.json"
+    )
     requantize_help = "quantize a 16-bit repository with AutoRound"
     requantize = add_command(builder_api.REQUANTIZE, requantize_help, plan="REQUANTIZE.json")
     for command in (build, requantize):
@@ -186,7 +189,7 @@ def _parser() -> argparse.ArgumentParser:
             metavar="COPY.json",
             help="copy the result from peers if possible",
         )
-    verify = add_command(builder_api.VERIFY, "check a checkpoint against the receipt", dir="DIR")
+    verify = add_command(builder_api.VERIFY, "check a checkpoint against its receipt", dir="DIR")
     depth = verify.add_mutually_exclusive_group()
     depth.add_argument(
         "--quick",
@@ -203,7 +206,9 @@ def _parser() -> argparse.ArgumentParser:
         help="checkpoint built from this base",
     )
     check = add_command(
-        builder_api.CHECK_SOURCES, "check the headers of base and FP8 source", plan="PLAN.json"
+        builder_api.CHECK_SOURCES,
+        "check the headers of the base and the FP8 source",
+        plan="PLAN.json",
     )
     describe = add_command(
         builder_api.DESCRIBE, "print config.json and the tensors that an engine loads"

@@ -178,7 +178,7 @@ def read_header(path: Path, interned: Mapping[str, str] | None = None) -> Header
         length = header_json_bytes(file.read(8), size, str(path))
         raw = file.read(length)
     if len(raw) != length:
-        _reject(str(path), "was truncated while it was read")
+        _reject(str(path), "was truncated while it was being read")
     return parse_header(raw, size, str(path), interned)
 
 
@@ -217,13 +217,15 @@ def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     if count * bits >= _COUNT_LIMIT:
         raise ValueError("is too large: its size in bits does not fit in 64 bits")
     if count * bits % 8:
-        raise ValueError(f"has {count} elements of {bits} bits, which is no whole number of bytes")
+        raise ValueError(
+            f"has {count} elements of {bits} bits, which is not a whole number of bytes"
+        )
     return count * bits // 8
 
 
 def _reject(where: str, what: str) -> NoReturn:
     raise ValidationError(
-        where, what, "download the file again, because it is damaged or not a safetensors file"
+        where, what, "download the file again, because it is damaged or is not a safetensors file"
     )
 
 
@@ -256,9 +258,9 @@ def _parse_tensor(name: str, entry: Any, where: str) -> Tensor:
         _reject(where, f"tensor {name!r} must have exactly dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        _reject(where, f"tensor {name!r} has the unknown dtype {str(dtype)[:40]!r}")
+        _reject(where, f"tensor {name!r} has unknown dtype {str(dtype)[:40]!r}")
     if not isinstance(shape, list):
-        _reject(where, f"tensor {name!r} has the invalid shape {str(shape)[:60]}")
+        _reject(where, f"tensor {name!r} has invalid shape {str(shape)[:60]}")
     if (
         not isinstance(offsets, list)
         or len(offsets) != 2
@@ -283,6 +285,6 @@ def _parse_shape(dtype: str, shape_text: str) -> tuple[str, tuple[int, ...], int
     cache would treat true and 1.0 like 1.
     """
     if not _SHAPE.fullmatch(shape_text):
-        raise ValueError(f"has the invalid shape {shape_text[:60]}")
+        raise ValueError(f"has invalid shape {shape_text[:60]}")
     shape = tuple(int(length) for length in re.findall(r"\d+", shape_text))
     return dtype, shape, tensor_bytes(dtype, shape)

@@ -83,7 +83,7 @@ def open_checkpoint(
     listing = read_object(f"{hub}/api/models/{name}/revision/{revision}?blobs=true", _LISTING_BYTES)
     commit = str(listing.get("sha"))
     if not re.fullmatch(COMMIT, commit):
-        problem = f"has the invalid commit {commit[:60]!r} in the hub's response"
+        problem = f"has an invalid commit in the hub's response: {commit[:60]!r}"
         raise ValidationError(name, problem, "set the endpoint to a Hugging Face hub")
     # Read by commit, because a push during the inspection would mix two revisions.
     files = RepositoryFiles(f"{hub}/{name}/resolve/{commit}/", transfer)
@@ -123,7 +123,9 @@ def _open_directory(directory: Path) -> InspectedCheckpoint:
     receipt = load_receipt(directory)
     if receipt is not None:
         name = receipt.name if isinstance(receipt, SourceReceipt) else receipt.plan.name
-        summary = f"{receipt.kind} {name}, digest {receipt.digest[:12]}, of {receipt.written_at}"
+        summary = (
+            f"{receipt.kind} {name}, digest {receipt.digest[:12]}, written at {receipt.written_at}"
+        )
     return InspectedCheckpoint(
         source=str(directory),
         shards={path.name: read_header(path) for path in paths},

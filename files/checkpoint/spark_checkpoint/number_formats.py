@@ -299,7 +299,7 @@ def check_outliers(deviations: Mapping[str, Deviation]) -> None:
         return
     module, count = max(damaged.items(), key=lambda item: item[1])
     problem = (
-        f"{count} elements of the FP8 source differ from the base by more than rounding errors; "
+        f"{count} elements of the FP8 source differ from the base by more than rounding error; "
         f"only {len(damaged)} of {len(deviations)} modules differ, so the file is damaged"
     )
     raise ValidationError(module, problem, "download the FP8 source again")

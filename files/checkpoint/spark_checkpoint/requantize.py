@@ -58,7 +58,7 @@ QWEIGHT = ".qweight"
 _MAX_COMPARED = 512  # number of packed modules to compare, evenly spaced
 _EXPERT = re.compile(r"^(?P<layer>.+\.experts)\.(?P<expert>\d+)\.(?P<part>gate|up|down)_proj$")
 _FLOAT_DTYPES = frozenset({"BF16", "F16", "F32"})
-_ORIGINAL_FIX = "set sources.original of the model to the 16-bit repository"
+_ORIGINAL_FIX = "set the model's sources.original to the 16-bit repository"
 _CHANGED = "must stay unchanged, but differs from the original"
 _FIX = "read AutoRound's messages in the job's log"
 # AutoRound tunes these layers in the language model, but only rounds them in the drafter.
@@ -306,7 +306,7 @@ def _modules(plan: RequantizePlan, suffix: str) -> Iterator[str]:
 
 def skip_reason(module: str) -> str:
     if not _LAYERS.match(module):
-        return "it belongs to no layer of the language model or the drafter"
+        return "it is not in any layer of the language model or the drafter"
     return "it is a gate" if module.endswith(_GATES) else ""
 
 
@@ -315,9 +315,9 @@ def _unpackable_reason(matrix: NewTensor) -> str:
         return f"its shape is {list(matrix.shape)}, expected a matrix"
     rows, columns = matrix.shape
     if rows % _ROWS_MULTIPLE:
-        return f"its {rows} rows are not a multiple of {_ROWS_MULTIPLE}"
+        return f"its row count, {rows}, is not a multiple of {_ROWS_MULTIPLE}"
     if columns % GROUP:
-        return f"its {columns} columns are not a multiple of {GROUP}"
+        return f"its column count, {columns}, is not a multiple of {GROUP}"
     return ""
 
 

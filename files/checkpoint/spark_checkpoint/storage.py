@@ -114,7 +114,9 @@ def read_buffers(
             remaining -= count
         dropper.finish()
     if remaining and size_bytes is not None:
-        raise TransferError(str(path), "was truncated while it was read", "run the command again")
+        raise TransferError(
+            str(path), "was truncated while it was being read", "run the command again"
+        )
 
 
 def hash_file(
@@ -272,7 +274,7 @@ def publish(partial: Path, out: Path) -> None:
     except OSError as error:
         if error.errno not in _EXISTS_ERRNOS:
             raise
-        fix = "move it away, then run the command again"
+        fix = "move it elsewhere, then run the command again"
         raise TransferError(str(out), f"already exists ({error.strerror})", fix) from error
     sync_directory(out.parent)
 

@@ -42,7 +42,7 @@ _CAUSES = {
 }
 _MTP_CAUSE = "the MTP tensors are quantized differently, or an earlier build lost them"
 _NAMES_FIX = (
-    "use the locked commits, or serve the repository as published with `spark-deploy add` "
+    "use the locked commits, or use `spark-deploy add` to serve the repository as published "
     "(`add --dry` lists the models that match the repository); "
     "if you already use the commits of a shipped model, open an issue that quotes this message"
 )
@@ -175,7 +175,7 @@ def check_packable(name: str, tensor: Tensor, bits: int) -> None:
     elif name == HEAD and tensor.shape[0] % 64:
         reason = (
             f"has a vocabulary of {tensor.shape[0]} tokens, which is not a multiple of 64; "
-            "the engine pads such a head, but cannot load a padded packed tensor"
+            "the engine would pad the head, but it cannot pad a packed tensor"
         )
     elif tensor.shape[0] % codes_per_word:
         reason = f"has {tensor.shape[0]} outputs, expected a multiple of {codes_per_word}"

@@ -22,7 +22,7 @@ from spark_checkpoint.storage import PIECE_BYTES, FileHashes, Piece, hash_with_p
 from spark_checkpoint.tensor_sets import check_quantized_names, check_result_names
 
 _SOURCE_FIX = "delete the source directory and download it again"
-_FIX = "move the directory away and run the deploy again"
+_FIX = "move the directory elsewhere and run the deploy again"
 
 
 def parse_pieces(file: receipts.ReceiptFile) -> tuple[Piece, ...] | None:
@@ -179,7 +179,7 @@ def _check_content(
     else:
         problem = "has no hash in the receipt"
     if problem is None and storage.read_stamp(path) != stamp:
-        problem = "was changed while it was read"
+        problem = "changed while it was being read"
     if problem is not None:
         raise ReceiptMismatchError(str(path), problem, _FIX)
     return receipt_entry(file.path, stamp, file.sha256, file.pieces, file.link_of)
@@ -203,8 +203,8 @@ def create_checkpoint(
         receipt = load_receipt(plan.out_dir)
         if receipt is None or receipt.digest != plan.digest:
             problem = "has no receipt" if receipt is None else f"has digest {receipt.digest[:12]}"
-            fix = "move the directory away, then run the command again"
-            raise ValidationError(str(plan.out_dir), f"{problem}, so it is not replaced", fix)
+            fix = "move the directory elsewhere, then run the command again"
+            raise ValidationError(str(plan.out_dir), f"{problem}, so it was not replaced", fix)
         verify_checkpoint(plan.out_dir, progress, full=False)
         note(f"{plan.out_dir}: {description} already exists")
         return True
@@ -307,7 +307,7 @@ def discard_base(base: Path, tree: Path, progress: Progress) -> None:
         raise ValidationError(str(tree), f"was built from {planned}, not from {base}", fix)
     if load_receipt(base) is None and any(base.iterdir()):
         fix = "remove the directory yourself"
-        raise ValidationError(str(base), "has no receipt, so it is not removed", fix)
+        raise ValidationError(str(base), "has no receipt, so it was not removed", fix)
     freed_bytes = shared_bytes = 0
     base_receipt = base / RECEIPT_NAME
     # The receipt is removed last, because it marks the directory as managed.

@@ -256,7 +256,7 @@ class RequantizePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlan:
-    """``rank.json``: list the most frequent tokens of a text."""
+    """``rank.json``: list the most frequent tokens in a text."""
 
     SCHEMA_VERSION: ClassVar[int] = 1
 

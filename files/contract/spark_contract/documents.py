@@ -188,4 +188,4 @@ def check_plain_directory(where: str, value: str) -> None:
 
 def check_range(where: str, value: float, minimum: float, maximum: float = float("inf")) -> None:
     if not minimum <= value <= maximum:
-        raise DocumentError(f"{where}: {value} must be from {minimum} to {maximum}")
+        raise DocumentError(f"{where}: {value} must be between {minimum} and {maximum}")

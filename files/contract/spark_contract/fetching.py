@@ -119,7 +119,7 @@ class FetchFile:
 
     def __post_init__(self) -> None:
         if not is_inside(self.path):
-            raise DocumentError(f"files: path {self.path!r} leads outside the directory")
+            raise DocumentError(f"files: path {self.path!r} points outside the directory")
         if self.path == RECEIPT_NAME or self.path.endswith(".part"):
             raise DocumentError(f"files: path {self.path!r} is reserved")
         if self.sha256 is None and self.git_sha1 is None:

@@ -106,7 +106,7 @@ class FreeBlocks:
 
     def __str__(self) -> str:
         return (
-            f"{self.free_bytes() / GIB:.1f} GiB are free, "
+            f"{self.free_bytes() / GIB:.1f} GiB is free, "
             f"{self.free_bytes(DRIVER_BLOCK_BYTES) / GIB:.1f} GiB in blocks of at least 64 KiB, "
             f"{self.free_bytes(LARGE_BLOCK_BYTES) / GIB:.1f} GiB in the largest blocks"
         )

@@ -30,7 +30,7 @@ class ReceiptFile:
 
     def __post_init__(self) -> None:
         if not is_inside(self.path):
-            raise DocumentError(f"files: path {self.path!r} leads outside the directory")
+            raise DocumentError(f"files: path {self.path!r} points outside the directory")
         encoded = self.path.encode(errors="replace")
         longest_name = max(encoded.split(b"/"), key=len)
         is_too_long = len(encoded) > _PATH_BYTES or len(longest_name) > _NAME_BYTES
@@ -144,7 +144,7 @@ def why_writable_by_others(file: Path | int) -> str | None:
     if stat.S_ISLNK(status.st_mode):
         return "is a link"
     if status.st_uid not in (0, os.geteuid()):
-        return f"belongs to the account with id {status.st_uid}, which could change it"
+        return f"is owned by UID {status.st_uid}, which could change it"
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return "is writable by group or everyone"
+        return "is group- or world-writable"
     return None

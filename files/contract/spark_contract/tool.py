@@ -48,7 +48,7 @@ PHASE = "phase="  # prefix of progress lines
 WAITED = "waited_s="  # in our own lines of the engine's log
 LIMIT = "limit_s="
 # FlashAttention 2 and Marlin contain only PTX, which ptxas compiles in 3 to 5 minutes on one core.
-COMPILING = "compiling kernels for this GPU at the first start: 3 to 5 minutes"
+COMPILING = "compiling kernels for this GPU on the first start: 3 to 5 minutes"
 LAB_STUB_SUFFIX = "+labstub"  # in versions of lab stubs
 ERROR = "error: "  # prefix of the last line of a failed tool
 _FIX = "; fix: "

@@ -79,7 +79,7 @@ _CHECK = "[RELEASE] [--quick|--full|--deep] [--json] | --record [FILE] | --compa
 VERBS: dict[str, tuple[str, Callable[[Args, Paths], tuple[Any, ...]], str]] = {
     tool.STATUS: ("status:main", _all_args, "[--live]: print the state of this host as JSON"),
     tool.EVIDENCE: (
-        "status:read_evidence", _no_args, "print publishable facts about engines as JSON"
+        "status:read_evidence", _no_args, "print engine facts that are safe to publish, as JSON"
     ),
     tool.CHECK: ("check.runner:main", _all_args, f"{_CHECK}: check the running engine"),
     "switch": (
@@ -130,7 +130,7 @@ VERBS: dict[str, tuple[str, Callable[[Args, Paths], tuple[Any, ...]], str]] = {
     ),
     tool.GATEWAY_NEW_KEY: ("gateway.gateway:new_key", _parse_name, "SERVICE: replace the key"),
     "share": ("gateway.nginx:share", _no_args, "serve checkpoint files to other hosts"),
-    "on-request": ("relay:run", _no_args, "start services that requests wait for"),
+    "on-request": ("relay:run", _no_args, "start services that requests are waiting for"),
     "watch": ("watch.watchdog:run", _parse_name, "RELEASE: watch the engine"),
     "daily": ("__main__:daily", _all_args, "inspect the host"),
     tool.JOB: (

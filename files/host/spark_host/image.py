@@ -247,7 +247,7 @@ def _watched_connection(
                 log(layers.progress(now).line())
                 reported_at = now
             if message := layers.stall_message(now):
-                fix = f"check the registry and the network to it; {_RUN_AGAIN}"
+                fix = f"check the registry and the network connection to it; {_RUN_AGAIN}"
                 stalls.append(HostToolError(reference, message, fix))
                 with suppress(OSError):
                     connection.sock.shutdown(socket.SHUT_RDWR)

@@ -77,7 +77,8 @@ def check_model(model: torch.nn.Module, skipped: tuple[str, ...] = ()) -> None:
         size = float(logits.float().square().mean().sqrt())
         if not 1 / MAX_LOGIT <= size <= MAX_LOGIT:
             raise ValueError(
-                f"{type(model).__name__}: {name}: logits of size {size:g} for inputs of size 1, "
+                f"{type(model).__name__}: {name}: "
+                f"logits of magnitude {size:g} for inputs of magnitude 1, "
                 f"expected 1/{MAX_LOGIT:g} to {MAX_LOGIT:g}; the head's scales are wrong; {_FIX}"
             )
     logger.info(

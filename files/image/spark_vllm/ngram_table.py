@@ -211,7 +211,7 @@ def read_table_options(additional: Any, directory: str | Path) -> TableOptions |
     if not isinstance(cache_mib, int) or cache_mib < 1:
         raise ValueError(
             f"--additional-config: spark.{CACHE_OPTION}: {cache_mib!r}, expected at least 1 MiB; "
-            "fix: use an integer from 1, or remove the option"
+            "fix: use an integer of at least 1, or remove the option"
         )
     has_files = any(Path(directory).glob("ngram-table-*.bin"))
     if has_files != (choice == "file"):

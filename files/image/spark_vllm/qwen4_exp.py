@@ -174,7 +174,7 @@ class FileEmbedding(Qwen4ExpPLEEmbedding):
         )
         if not reduce_results or self.etp_data_parallel_size > 1:
             raise ValueError(
-                "--additional-config: spark.ngram_table: file does not work with "
+                "--additional-config: spark.ngram_table: 'file' does not work with "
                 "sequence-parallel hyper-connections or embedding_across_dp; fix: disable both"
             )
         path = table_path(options.directory, extract_layer_index(prefix))

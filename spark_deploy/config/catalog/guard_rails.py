@@ -107,7 +107,9 @@ class Part:
 class OpenQuestions:
     """Evidence and open questions of all parts."""
 
-    parts: tuple[Part, ...] = Field(min_length=1, description="Parts, in the order of the page.")
+    parts: tuple[Part, ...] = Field(
+        min_length=1, description="Parts, in the order they appear on the page."
+    )
 
     @property
     def all(self) -> tuple[Question, ...]:

@@ -24,7 +24,7 @@ _Size = Annotated[int, Field(ge=1)]
 class DonorShape:
     """Shape of swapped modules in the FP8 source."""
 
-    modules: Text = Field(description="Pattern of swapped modules with this shape.")
+    modules: Text = Field(description="Pattern that matches the swapped modules with this shape.")
     weight: tuple[_Size, _Size] = Field(description="Rows and columns of the FP8 weight.")
     scale: tuple[_Size, _Size] = Field(description="Rows and columns of the grid of block scales.")
     source: Text = Field(description="Source of these numbers.")
@@ -37,8 +37,10 @@ class Counts:
     base: int = Field(ge=0, description="Tensors of the base without MTP.")
     mtp: int = Field(ge=0, description="Tensors of the drafter.")
     swap: int = Field(ge=0, description="Swapped modules.")
-    donor_unmatched: int = Field(ge=0, description="FP8 source tensors without a base tensor.")
-    source: Text = Field(description="Source of the counts, or the computation.")
+    donor_unmatched: int = Field(
+        ge=0, description="FP8 source tensors with no matching base tensor."
+    )
+    source: Text = Field(description="Where the counts come from, or how they were computed.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
@@ -98,7 +100,7 @@ class Tensors:
                 return
             unmatched = sorted(described ^ expand_all(self.swap))
             if unmatched:
-                count_text = f"{len(unmatched)} modules are not listed both here and in swap"
+                count_text = f"{len(unmatched)} modules are listed only here or only in swap"
                 message = f"{count_text}, for example {unmatched[0]}"
                 yield Violation(where, message, "list the same modules in both")
         for shape in self.donor_shapes:
@@ -242,7 +244,7 @@ class AnyModel:
     def violations(self) -> Iterator[Violation]:
         if self.check.questions and self.check.questions[0].thinking:
             message = "the first question runs at every start and must not require thinking"
-            fix = "start with a question that any instruct model answers with thinking: off"
+            fix = "start with a question with thinking: off that any instruct model can answer"
             yield Violation(("check", "questions"), message, fix)
 
 

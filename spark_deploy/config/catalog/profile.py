@@ -140,7 +140,7 @@ class Figure:
 
     what: str = Field(description="Measurement and setup.")
     value: str = Field(description="Figure with unit.")
-    source: str = Field(description="Publisher, and the stack of the measurement.")
+    source: str = Field(description="Publisher, and the software stack that was measured.")
     model: CatalogName | None = None
     """With tokens_per_s: the measured model of catalog/models."""
     tokens_per_s: float | None = Field(default=None, gt=0)

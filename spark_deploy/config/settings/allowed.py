@@ -9,7 +9,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 RULE = "unlisted-option"
-NOT_LISTED = "this option or variable is not on the checked list, or its value could be a path"
+NOT_LISTED = (
+    "this option or variable is not on the list of reviewed names, or its value could be a path"
+)
 FIX = f"to allow it after a review, set it under engine, with override_rails: {{{RULE}: REASON}}"
 
 # Their values are numbers, switches and words.

@@ -87,7 +87,10 @@ def check_schedule(schedule: DraftSchedule | None) -> Iterator[Violation]:
     previous = 0
     for first, last, _ in schedule or ():
         if first > last or first <= previous or (not previous and first > 1):
-            message = f"range {first} to {last}: ranges must start at 1, increase and not overlap"
+            message = (
+                f"range {first} to {last}: the first range must start at 1, "
+                "and ranges must increase without overlapping"
+            )
             fix = "write ranges such as [[1, 2, 2], [3, 8, 1], [9, 9, 0]]"
             yield Violation(("num_speculative_tokens_per_batch_size",), message, fix)
         previous = last
@@ -101,8 +104,8 @@ OWNED_OPTIONS = {
     "port": "set serve.port, because only the gateway is reachable",
     "uds": "remove it: the gateway uses a fixed socket",
     "api-key": "set serve.api_key, because the gateway checks the key",
-    "ssl-keyfile": "remove it: TLS ends at the gateway",
-    "ssl-certfile": "remove it: TLS ends at the gateway",
+    "ssl-keyfile": "remove it: TLS terminates at the gateway",
+    "ssl-certfile": "remove it: TLS terminates at the gateway",
     **SETTINGS_INSTEAD,
     "device-memory-utilization": "set engine.memory_fraction",
     "num-gpu-blocks-override": "set engine.kv_cache_gib",
@@ -113,7 +116,7 @@ OWNED_OPTIONS = {
     "hf-token": "set hub.token",
     "cpu-offload-gb": "remove it: CPU and GPU share their memory",
     "kv-offloading-size": "remove it: CPU and GPU share their memory",
-    "kv-transfer-config": "remove it: this project never tested external prefix caches",
+    "kv-transfer-config": "remove it: this project has never tested external prefix caches",
     "config": "list the options here, because options in a file are not checked",
 }
 # Options that guard rails read: allowed, but only with their full names.
@@ -214,11 +217,11 @@ _RUNTIMES = r"(DOCKER|BUILDKIT|BUILDX|COMPOSE|CONTAINERD|RUNC|NVIDIA)_.*"
 _REJECTED = {
     _LOADER: ("this variable makes programs load or run other code", "put it in the image"),
     _RUNTIMES: (
-        "docker and runtimes, which run as root, read this variable",
+        "docker and container runtimes read this variable and run as root",
         "remove it: the plan configures the GPU",
     ),
     "VLLM_SERVER_DEV_MODE": (
-        "this variable enables HTTP paths that change a running engine",
+        "this variable enables HTTP endpoints that change a running engine",
         "remove it",
     ),
 }
@@ -314,9 +317,9 @@ class ServiceEngineSettings:
             r"^\d{1,3}(-\d{1,3})?(,\d{1,3}(-\d{1,3})?)*$", "CPU numbers and ranges", "5-9,15-19"
         ),
     )
-    """CPUs of the engine's container (`docker run --cpuset-cpus`); null: all. A GB10
-    has its ten fast cores (X925) at 5-9 and 15-19; one recipe reports +2 to 3 %. Measure it
-    with `bench --compare`."""
+    """CPUs of the engine's container (`docker run --cpuset-cpus`); null: all. The
+    ten fast cores (X925) of a GB10 are 5-9 and 15-19; one recipe reports a speedup of 2 to 3 %
+    from using only these. Measure the effect with `bench --compare`."""
     vision: bool | None = None
     """true: keep the vision tower (0.8 GiB for Qwen3.5). false: serve text only."""
     options: dict[str, Any] = Field(

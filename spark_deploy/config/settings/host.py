@@ -74,8 +74,8 @@ class BaseSettings:
     protect-login: guarantee memory to SSH and login sessions. Adding an entry later reverts it,
     except disable-sleep."""
     headless: bool = False
-    """Boot without the desktop (multi-user.target) from the next boot. The desktop uses several GiB
-    of memory."""
+    """From the next boot, start without the desktop (in multi-user.target). The desktop uses
+    several GiB of memory."""
     earlyoom: bool = False
     """Install earlyoom; it stops the engine first when memory runs out."""
     compaction_proactiveness: int | None = Field(default=None, ge=0, le=100)
@@ -122,8 +122,8 @@ class PathSettings:
         default="/srv/spark/models", description="Folder of built checkpoints."
     )
     sources_dir: Folder = "/srv/spark/sources"
-    """Folder of verified downloads. On the file system of models_dir, base shards are linked
-    instead of copied."""
+    """Folder of verified downloads. If it is on the same file system as models_dir, base shards
+    are linked instead of copied."""
 
     @property
     def cache_dir(self) -> str:
@@ -153,8 +153,8 @@ class SshSettings:
     hostname: Address | None = None
     """Address of the host, if the inventory name does not resolve."""
     user: Login | None = None
-    """Login user. spark-deploy is the account that deploys/bootstrap.py creates; bootstrap gives
-    any other user sudo without a password."""
+    """Login user. spark-deploy is the account that deploys/bootstrap.py creates; if you
+    name another user, bootstrap gives that user sudo without a password."""
     first_user: Login | None = None
     """Login user of `deploys/bootstrap.py`, which creates spark-deploy; null: from
     ~/.ssh/config."""
@@ -164,7 +164,7 @@ class SshSettings:
     """Addresses from which spark-deploy's key is accepted (`from=` of sshd); empty: this machine's
     address during bootstrap."""
     port: int | None = Field(default=None, ge=1, le=65535, description="SSH port.")
-    key_file: Text | None = Field(default=None, description="Private key file of the controller.")
+    key_file: Text | None = Field(default=None, description="Private key file on the controller.")
     known_hosts_file: Text | None = None
     """File to use instead of ~/.ssh/known_hosts."""
 
@@ -208,9 +208,10 @@ class ReplicasSettings:
     hosts: tuple[Text, ...] = Field(
         default=(), examples=[["spark-1", "spark-2"]], json_schema_extra=UNIQUE
     )
-    """Inventory names of hosts with the same model. Each host forwards a request to the proven host
-    with the fewest running requests, and all requests of a conversation to the same host. All hosts
-    need the same settings and serve.api_key, so use group_vars."""
+    """Inventory names of hosts with the same model. Each host forwards a request to the host
+    with the fewest running requests among those that passed their checks, and all requests of a
+    conversation to the same host. All hosts need the same settings and serve.api_key, so use
+    group_vars."""
     port: int = Field(default=8008, ge=1, le=65535, description="Shared port of the replicas.")
     # Filled by the inventory: fleet.address of each host, or its address for clients.
     addresses: SkipJsonSchema[dict[str, str]] = Field(default_factory=dict, exclude=True)
@@ -273,5 +274,5 @@ class FabricSettings:
             message = (
                 f"{len(self.interfaces)} interfaces are listed for {len(self.networks)} networks"
             )
-            fix = "list an interface for each of fabric.networks"
+            fix = "list one interface for each network in fabric.networks"
             yield Violation(("interfaces",), message, fix)

@@ -28,7 +28,7 @@ Folder = Annotated[
 _GLOB = r"^(/(?!\.{1,2}(/|$))[A-Za-z0-9._+@*?\[\]-]+)+$"
 Glob = Annotated[
     str,
-    text_field(_GLOB, "an absolute path without blanks; * and ? are wildcards", "/home/*/models"),
+    text_field(_GLOB, "an absolute path without spaces; * and ? are wildcards", "/home/*/models"),
 ]
 _RELATIVE = rf"^{_PART}(/{_PART})*$"
 RelativePath = Annotated[
@@ -43,7 +43,7 @@ Suite = Annotated[str, text_field(_SUITE, "a word, or ./ for a flat repository",
 Component = Annotated[str, text_field(r"^[A-Za-z0-9][A-Za-z0-9._/-]*$", "a word", "main")]
 # No login, because every user of a host can read jobs, locks and apt lists.
 _URL = r"^https?://(?![^/]*@)[A-Za-z0-9\[]([A-Za-z0-9._~:/?%&=+@,\[\]-]*[A-Za-z0-9._~%&=+@,\]-])?$"
-_URL_MEANING = "http:// or https:// and a host, without a login, blanks, or a slash at the end"
+_URL_MEANING = "http:// or https:// and a host, without credentials, spaces or a trailing slash"
 Url = Annotated[str, text_field(_URL, _URL_MEANING, "https://hub.example/mirror")]
 _INTERFACE = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,14}$"
 Interface = Annotated[
@@ -56,7 +56,7 @@ Login = Annotated[str, text_field(_LOGIN, "a login name without host", "spark")]
 _ADDRESS = r"^[A-Za-z0-9\[:][A-Za-z0-9._:%\]-]*$"
 Address = Annotated[
     str,
-    text_field(_ADDRESS, "a host's name or address, without user or blanks", "192.0.2.20"),
+    text_field(_ADDRESS, "a host's name or address, without a user name or spaces", "192.0.2.20"),
 ]
 # In ``from=`` of authorized_keys: no ``!``, comma or quote.
 _SOURCE = r"^[A-Za-z0-9*?:][A-Za-z0-9.:*?/_-]*$"

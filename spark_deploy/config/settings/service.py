@@ -51,7 +51,7 @@ class RequantizeSettings:
 
 
 CATALOG_NAME = text_schema(
-    r"^[a-z0-9][a-z0-9._-]*$", "a file name without folder and .yml", "qwen3.5-35b"
+    r"^[a-z0-9][a-z0-9._-]*$", "a file name without its folder or the .yml extension", "qwen3.5-35b"
 )
 SERVED_NAME = text_schema("^[A-Za-z0-9][A-Za-z0-9._/:-]*$", "a word without spaces", "qwen3.5-122b")
 _TlsName = Annotated[
@@ -124,8 +124,8 @@ class RolloutSettings:
     """How a change is rolled out across hosts. If no host serves yet, all start at once."""
 
     at_once: Annotated[int, Field(ge=1)] | Literal["all"] = Field(default=1, examples=[2, "all"])
-    """Number of hosts that change at the same time, or all. The other hosts follow when these hosts
-    are proven."""
+    """Number of hosts that change at the same time, or all. The other hosts follow once these hosts
+    have passed their checks."""
     canary: str | None = Field(default=None, min_length=1, examples=["spark-1"])
     """Inventory name of the host that changes first; null: the first host."""
 
@@ -200,8 +200,8 @@ class ServeSettings:
     port: int = Field(default=8000, ge=1, le=65535, description="Port of the gateway.")
     expose: Expose = Field(
         default="loopback",
-        description=f"Which clients reach the gateway: {_AUDIENCES}; lan listens on every address. "
-        "Clients always need the API key. A change does not restart the engine.",
+        description=f"Which clients can reach the gateway: {_AUDIENCES}; lan listens on every "
+        "address. Clients always need the API key. Changing this does not restart the engine.",
     )
     address: str | None = Field(
         default=None,

@@ -70,8 +70,8 @@ class ProxySettings:
     url: _ProxyAddress | SecretRef | None = Field(
         default=None, examples=["http://proxy.example.org:3128"]
     )
-    """http://HOST:PORT without a login, or where the controller reads a URL with a login:
-    {env: NAME}, {file: PATH} or {command: [PROGRAM, ARGUMENT]}; null: no proxy."""
+    """http://HOST:PORT if the proxy needs no login; otherwise where the controller reads a URL
+    with a login: {env: NAME}, {file: PATH} or {command: [PROGRAM, ARGUMENT]}; null: no proxy."""
     direct: tuple[_Direct, ...] = Field(
         default=("localhost", "127.0.0.1", "::1"), json_schema_extra=UNIQUE
     )
@@ -112,8 +112,8 @@ class FleetSettings:
     """Peer downloads between the hosts of a run."""
 
     share: bool = True
-    """Hosts of a run copy model files and images from each other, over plain HTTP with a key that
-    is valid until the run ends."""
+    """Hosts in the same run copy model files and images from each other, over plain HTTP with a key
+    that is valid until the run ends."""
     address: IpAddress | None = Field(default=None, examples=["192.168.100.11"])
     """Address of this host for peer downloads, and for replicas with `expose: lan`; best in the
     fastest network. null: the login address, and for replicas the address for clients."""

@@ -175,7 +175,7 @@ class Settings:
     expect: ExpectSettings = Field(default_factory=ExpectSettings)
     reboot: Literal["report", "allow"] = "report"
     """Action for a pending reboot (new kernel or driver). report: only print it. allow: reboot
-    hosts one after another and check each, once per cause."""
+    hosts one after another, at most once for each cause, and check each host."""
     takeover: tuple[ContainerName, ...] = Field(
         default=(), examples=[["old-vllm"]], json_schema_extra=UNIQUE
     )
@@ -321,7 +321,9 @@ def _replica_violations(settings: Settings) -> Iterator[Violation]:
         yield Violation(("serve", "api_key"), message, fix)
     if settings.rollout.at_once == "all" or settings.rollout.at_once >= len(replicas.hosts):
         message = "all replicas would be unavailable at the same time"
-        yield Violation(("rollout", "at_once"), message, f"set at most {len(replicas.hosts) - 1}")
+        yield Violation(
+            ("rollout", "at_once"), message, f"set it to {len(replicas.hosts) - 1} or less"
+        )
 
 
 def _service_violations(settings: Settings) -> Iterator[Violation]:

@@ -97,7 +97,7 @@ def test_comparison_shows_published_figures_of_the_same_model_and_profile(model,
         ),
     ],
 )
-def test_report_title_lists_common_and_different_properties_of_results(other, title):
+def test_report_title_lists_shared_and_differing_properties_of_results(other, title):
     assert report.make_title([result(), *other]) == title
 
 

@@ -80,7 +80,7 @@ def test_error_of_a_rejected_request_does_not_contain_the_key(model):
 
 
 @pytest.mark.slow
-def test_seed_prompts_run_twice_in_half_the_context(model, monkeypatch):
+def test_seed_prompts_run_twice_and_fill_at_most_half_the_context(model, monkeypatch):
     monkeypatch.setattr(host, "TICK_S", 0.05)
     notes: list[str] = []
     answers = list(protocols.measure_seeds(endpoint(model), 1000, notes.append))
@@ -129,7 +129,7 @@ def test_bench_skips_depths_beyond_the_context():
     assert (grid.depths, grid.concurrencies) == ((0, 4096, 8192, 16384), (1, 2, 5, 10))
 
 
-def test_parses_samples_with_and_without_gpu():
+def test_bench_parses_samples_with_and_without_gpu_values():
     lines = ["10.5 1000 62,48.21", "11.5 900 [N/A],[N/A]", "12.5 800", "13.5", ""]
     assert list(host.parse_samples(lines)) == [
         Sample(0.0, 1_024_000, 62.0, 48.21),
@@ -138,7 +138,7 @@ def test_parses_samples_with_and_without_gpu():
     ]
 
 
-def test_reads_cpus_and_portable_mode_of_the_release(monkeypatch):
+def test_bench_reads_the_cpus_and_portable_mode_of_the_release(monkeypatch):
     release = plan_of("large", "v2", **{"engine.cpuset_cpus": "5-9,15-19"}).release
     release = replace(release, check=replace(release.check, portable=True))
     status = host_status({"services": {"main": {"active": release.name}}}).report
@@ -155,7 +155,7 @@ def test_error_of_a_failed_command_names_host_and_reason():
         login.run("true")
 
 
-def test_error_of_a_host_that_does_not_answer_names_it():
+def test_error_for_an_unresponsive_host_names_the_host():
     with pytest.raises(SparkError, match="spark-9: "):
         host.Login("spark-9", (), False).run("sleep 60", timeout_s=0.1)
 

@@ -38,7 +38,7 @@ def test_cases_cover_every_kind_of_argument_and_call():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_expected_calls_are_correct_in_any_order(name):
+def test_expected_calls_count_as_correct_in_any_order(name):
     case = CASES[name]
     assert find_problem(case, message(*reversed(case.calls))) is None
 

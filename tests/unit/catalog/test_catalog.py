@@ -56,7 +56,7 @@ def test_invalid_and_missing_profiles_have_different_messages(checkout):
     assert "agent" not in catalog.profile_names
 
 
-def test_later_profile_changes_win_and_conditions_read_the_unchanged_profile(checkout):
+def test_later_profile_changes_win_but_conditions_use_the_original_profile(checkout):
     changes = [
         {"set": {"limits": {"max_sequences": 8}, "prefix_caching": True}},
         {"when": {"prefix_caching": {"is": True}}, "set": {"limits": {"max_sequences": 2}}},
@@ -129,7 +129,7 @@ def test_missing_pattern_is_detected_by_the_tensor_count(tensors, key):
 
 def test_rejects_donor_without_shapes(tensors):
     tensors["donor_shapes"] = []
-    assert "modules are not listed both here and in swap" in tensor_problems(tensors)
+    assert "modules are listed only here or only in swap" in tensor_problems(tensors)
     assert not tensor_problems(tensors, donor=None)
 
 

@@ -112,7 +112,7 @@ def test_built_config_lists_the_plugin_and_every_fp8_module(workshop, layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_build_writes_a_complete_receipt_and_a_repeat_changes_nothing(workshop, layout):
+def test_build_writes_complete_receipt_and_second_build_changes_nothing(workshop, layout):
     workshop.build(layout=layout)
     receipt = workshop.read("receipt.json")
     assert receipt["digest"] == "1" * 64
@@ -127,7 +127,7 @@ def test_build_writes_a_complete_receipt_and_a_repeat_changes_nothing(workshop, 
     assert {path.name: path.stat().st_mtime_ns for path in workshop.out.iterdir()} == before
 
 
-def test_never_replaces_checkpoint_of_different_plan(workshop):
+def test_never_replaces_a_checkpoint_built_from_a_different_plan(workshop):
     workshop.build()
     assert workshop.build(check=False, digest="2" * 64).returncode == 3
     assert workshop.read("receipt.json")["digest"] == "1" * 64
@@ -234,4 +234,4 @@ def test_numpy_is_imported_only_for_builds(workshop, tmp_path):
     assert run("check-sources", workshop.root / "plan.json", workshop.base_dir).returncode == 0
     refused = run("build", workshop.write_plan())
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
-    assert refused.stderr.startswith("error: numpy: is not installed; fix: ")
+    assert refused.stderr.startswith("error: numpy is not installed; fix: ")

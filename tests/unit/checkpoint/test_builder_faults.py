@@ -110,7 +110,7 @@ def test_rejects_too_small_filesystem_before_writing(scene, small_disk):
     assert list(out.parent.glob("*/*")) == []
 
 
-def test_never_overwrites_an_existing_entry(tmp_path):
+def test_never_overwrites_an_existing_file_or_directory(tmp_path):
     partial, out = tmp_path / "partial", tmp_path / "out"
     partial.mkdir()
     out.write_text("existing")

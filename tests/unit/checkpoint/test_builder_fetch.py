@@ -78,8 +78,8 @@ def test_verifies_files_by_git_hash(order, source, tmp_path):
 
 
 BAD_ORDERS = {
-    "a path outside": (["files", 0, "path"], "../x", "leads outside the directory"),
-    "an absolute path": (["files", 0, "path"], "/etc/passwd", "leads outside the directory"),
+    "a path outside": (["files", 0, "path"], "../x", "points outside the directory"),
+    "an absolute path": (["files", 0, "path"], "/etc/passwd", "points outside the directory"),
     "the receipt's name": (["files", 0, "path"], "receipt.json", "is reserved"),
     "a repeated file": (["files", 0, "path"], LARGE, "occurs twice"),
     "no hash": (["files", 0, "sha256"], None, "sha256 and git_sha1 are missing"),
@@ -102,7 +102,7 @@ def test_rejects_invalid_plan_before_any_change(order, tmp_path, case):
 
 
 @pytest.mark.parametrize("pieces", [True, False])
-def test_resumes_inside_a_file_after_a_kill(order, hub, source, tmp_path, pieces):
+def test_resumes_a_partly_downloaded_file_after_being_killed(order, hub, source, tmp_path, pieces):
     data = os.urandom((9 << 20) + 5)
     (source / LARGE).write_bytes(data)
     path = order(pieces=pieces)
@@ -128,7 +128,7 @@ def test_sends_token_to_hub_but_not_to_mirrors(order, hub, tmp_path):
     assert {h.get("Authorization") for _, h, _ in hub.requests} == {"Bearer hf_secret"}
 
 
-def test_continues_without_rejected_token(order, hub, source, tmp_path):
+def test_drops_a_rejected_token_and_continues(order, hub, source, tmp_path):
     (tmp_path / "token").write_text("hf_expired")
     hub.fault = lambda handler, path, data: (
         handler.headers.get("Authorization") and (handler.answer(401, b"") or True)
@@ -147,7 +147,7 @@ def test_fetches_without_token_if_token_file_was_removed(order, hub, source, tmp
 
 
 @pytest.mark.parametrize("bypassed", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_uses_proxy_of_environment_unless_bypassed(order, hub, source, tmp_path, bypassed):
+def test_uses_proxy_from_environment_unless_bypassed(order, hub, source, tmp_path, bypassed):
     (tmp_path / "empty").mkdir()
     with Hub(tmp_path / "empty" if bypassed else hub.root) as proxy:
         urls = [f"{hub.url}/{REPOSITORY}" if bypassed else f"http://hub.invalid/{REPOSITORY}"]
@@ -192,7 +192,7 @@ def large_ranges(hub):
     return [h.get("Range") for path, h, _ in hub.requests if path.endswith(LARGE)]
 
 
-def test_resumes_inside_a_file_after_connection_loss(order, hub, source, tmp_path):
+def test_resumes_a_partly_downloaded_file_after_connection_loss(order, hub, source, tmp_path):
     hub.fault = interrupt
     run_tool("fetch", order())
     assert large_ranges(hub) == [None, "bytes=1250000-2499999"]
@@ -215,7 +215,7 @@ def test_fetches_a_file_again_if_it_cannot_resume(order, hub, source, tmp_path, 
 
 
 @pytest.mark.slow
-def test_limits_the_rate_of_all_files_together(order, source, tmp_path):
+def test_limits_the_combined_download_rate_of_all_files(order, source, tmp_path):
     started = time.monotonic()
     run_tool("fetch", order(rate_limit_bytes_per_s=2_800_000, parallel=4))
     assert time.monotonic() - started >= 2.8e6 / 2.8e6 * 0.9

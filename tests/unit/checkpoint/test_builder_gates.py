@@ -25,7 +25,7 @@ def name_error(missing, surplus=()):
     return str(refusal.value)
 
 
-def test_name_error_lists_ten_tensors_and_counts_the_rest():
+def test_tensor_name_error_lists_ten_tensors_and_counts_the_rest():
     missing = sorted(f"layers.{layer}.q.{part}" for layer in range(12) for part in ("a", "b"))
     message = name_error(missing, ["layers.0.q.c"])
     assert "missing 24 (12 x layers.{N}.q.a, 12 x layers.{N}.q.b)" in message
@@ -45,7 +45,7 @@ CAUSES = {
 
 
 @pytest.mark.parametrize("part", [*tensor_sets._CAUSES, "mtp"])
-def test_name_error_includes_the_likely_cause(part):
+def test_tensor_name_error_includes_the_likely_cause(part):
     cause = tensor_sets._CAUSES.get(part, tensor_sets._MTP_CAUSE)
     assert re.search(r", likely ([^;]+); fix: ", name_error([CAUSES[part]]))[1] == cause
 
@@ -119,12 +119,12 @@ def test_rejects_layer_and_expert_counts_that_differ_from_the_plan(workshop, key
     right = {"num_hidden_layers": 4, "num_experts": 2}
     workshop.write_base()
     workshop.change_base_config(lambda c: c["text_config"].update({**right, key: count}))
-    assert f"{key} is {count}, but the model file lists tensors for {right[key]}" in refused(
+    assert f"{key} is {count}, but the tensors in the model file are for {right[key]}" in refused(
         workshop
     )
 
 
-def test_accepts_layer_and_expert_counts_of_the_plan(workshop):
+def test_accepts_layer_and_expert_counts_that_match_the_plan(workshop):
     workshop.write_base()
     workshop.change_base_config(lambda c: c["text_config"].update(num_experts=2))
     assert workshop.build().returncode == 0

@@ -192,7 +192,7 @@ HOSTILE = {
         file_of({"a": entry("F32", (1 << 32, 1 << 32), (0, 0))}),
         "does not fit in 64 bits",
     ),
-    "half a byte": (file_of({"a": entry("F4", (3,), (0, 1))}, 1), "no whole number of bytes"),
+    "half a byte": (file_of({"a": entry("F4", (3,), (0, 1))}, 1), "not a whole number of bytes"),
     "a surplus field": (file_of({"a": {**entry(), "x": 1}}, 4), "must have exactly"),
     "a missing field": (file_of({"a": {"dtype": "U8", "shape": [4]}}, 4), "must have exactly"),
     "a number as entry": (file_of({"a": 4}), "must have exactly"),

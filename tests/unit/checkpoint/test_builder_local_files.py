@@ -25,7 +25,7 @@ def requested(hub):
 
 
 @pytest.mark.parametrize("link_name", [None, LARGE, "other-name"])
-def test_links_local_files_by_content(order, hub, source, tmp_path, link_name):
+def test_links_local_files_whose_content_matches(order, hub, source, tmp_path, link_name):
     cache, data = tmp_path / "cache/models--lab--tiny", (source / LARGE).read_bytes()
     blob = cache / "blobs" / hashlib.sha256(data).hexdigest()
     blob.parent.mkdir(parents=True)
@@ -233,7 +233,7 @@ def fetch_and_list_candidates(order, tmp_path):
     return listed.read_text().split() if listed.exists() else []
 
 
-def test_hashes_only_the_cached_blob_named_by_the_hash(cache, tmp_path):
+def test_hashes_only_the_cached_blob_whose_name_is_the_expected_hash(cache, tmp_path):
     order = tmp_path / "fetch.json"
     out, tree = tmp_path / "sources/a", tree_of(cache, "a")
     order.write_text(json.dumps(fetch_order(tree, out, [], look_in=[str(cache)])))
@@ -254,7 +254,7 @@ def test_hashes_at_most_three_candidates_and_skips_sparse_files(order, hub, sour
     assert contents(tmp_path / "out") == contents(source)
 
 
-def test_finds_files_of_equal_size_by_name_without_a_source(order, source, tmp_path):
+def test_finds_files_of_equal_size_by_name_if_no_source_is_given(order, source, tmp_path):
     for number in range(6):
         (source / f"model-{number}.safetensors").write_bytes(os.urandom(100_000))
     run_tool("fetch", order(urls=[], look_in=[str(source)]))

@@ -77,7 +77,7 @@ def test_int8_shared_experts_need_neither_donor_nor_plugin(workshop):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_fp8_self_build_equals_build_from_an_equally_rounded_donor(workshop, layout):
+def test_self_built_fp8_equals_fp8_built_from_a_donor_rounded_the_same_way(workshop, layout):
     workshop.build(layout=layout, shared_experts="fp8-self", **NO_DONOR)
     result = workshop.result()
     suffix = "_fp8" if layout == "overlay" else ""
@@ -87,13 +87,13 @@ def test_fp8_self_build_equals_build_from_an_equally_rounded_donor(workshop, lay
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_keep_setting_leaves_tensors_unchanged(workshop, layout):
+def test_the_keep_setting_leaves_tensors_unchanged(workshop, layout):
     workshop.build(layout=layout, shared_experts="keep", **NO_DONOR)
     assert workshop.result() == {**workshop.base, **workshop.mtp}
     assert workshop.quantization()["quant_method"] == "auto-round"
 
 
-def test_aligns_tensors_that_follow_odd_sizes(workshop):
+def test_aligns_tensors_that_follow_odd_sized_tensors(workshop):
     names = list(workshop.base)
     random.Random(3).shuffle(names)
     workshop.base = {name: workshop.base[name] for name in names}

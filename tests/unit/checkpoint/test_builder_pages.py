@@ -101,7 +101,7 @@ def test_build_drops_its_files_from_the_page_cache(disk, pinned):
     assert is_dropped(big)
 
 
-def test_drops_read_pages_from_the_page_cache_during_a_read(disk):
+def test_evicts_pages_from_the_page_cache_while_a_read_is_in_progress(disk):
     big = write_big(disk / "big.bin")
     read, excess = 0, []
     for part in read_buffers(big):

@@ -30,7 +30,7 @@ def test_progress_lines_are_parseable_and_never_exceed_total(workshop, layout):
         assert row["total"] == "-" or int(row["bytes"]) <= int(row["total"])
 
 
-def test_rate_and_remaining_time_exclude_bytes_of_earlier_runs(clock, capsys):
+def test_rate_and_remaining_time_exclude_bytes_from_earlier_runs(clock, capsys):
     tracker = Progress()
     tracker.start_phase("check-sources")
     assert tracker.line() == "phase=check-sources bytes=0 total=- rate_bytes_per_s=0 eta_s=-"

@@ -73,7 +73,7 @@ def test_quick_check_finds_damage(workshop, layout, damage):
     assert re.fullmatch(r"error: \S.*; fix: .*\n", done.stderr)
 
 
-def test_verify_is_quick_by_default_and_rejects_quick_with_full(workshop):
+def test_verify_is_quick_by_default_and_rejects_quick_combined_with_full(workshop):
     workshop.build()
     for option in ((), ("--quick",)):
         text = run_tool("verify", *option, workshop.out).stdout

@@ -257,7 +257,7 @@ def test_renews_expired_links(scene, times):
         ("http://hub/file", "ftp://hub/file"),
     ],
 )
-def test_redirects_never_leave_https_or_use_other_schemes(address, location):
+def test_redirects_never_downgrade_from_https_or_use_other_schemes(address, location):
     with pytest.raises(TransferError):
         _resolve_redirect(address, location)
 
@@ -273,7 +273,7 @@ def test_connection_refused_message_contains_no_python_reprs(scene):
 
 
 @pytest.mark.slow
-def test_resumes_after_outage_of_hub(scene):
+def test_resumes_after_hub_outage(scene):
     scene.fail(scene.hub, Failure(send_half, ""), None)
     assert run_tool("fetch", scene.order, check=False).returncode == 4
     started = time.monotonic()
@@ -286,7 +286,7 @@ def test_resumes_after_outage_of_hub(scene):
     scene.hub.requests.clear()
     scene.write_order(scene.hub.url, outage_s=60)
     started = time.monotonic()
-    assert "for 1 more minutes" in run_tool("fetch", scene.order).stderr
+    assert "giving up in 1 minutes" in run_tool("fetch", scene.order).stderr
     scene.fetch()
     ranges = [h.get("Range") for path, h, _ in scene.hub.requests if path.endswith(LARGE)]
     assert ranges
@@ -299,7 +299,7 @@ def test_fails_if_outage_exceeds_limit(scene):
     started = time.monotonic()
     done = run_tool("fetch", scene.order, check=False)
     assert done.returncode == 4
-    assert re.search(r"no progress in \d+ tries and [1-9] s; last error: ", done.stderr)
+    assert re.search(r"no progress in \d+ attempts over [1-9] s; last error: ", done.stderr)
     assert time.monotonic() - started >= 1.5
 
 

@@ -128,7 +128,7 @@ def sweep_calls(group, calls, cut_at):
     assert sum(lost) > len(lost) // 4, "too little was lost for a valid test"
 
 
-def test_reported_state_file_survives_a_power_cut(disk):
+def test_state_file_reported_as_written_survives_a_power_cut(disk):
     place = disk.place / "records"
 
     def run_writer(number):
@@ -180,14 +180,14 @@ def cut_each_call(verb, disk, order, out, content):
     return expected
 
 
-def test_power_cut_leaves_no_partial_fetch_and_next_run_finishes_it(disk, order, source):
+def test_power_cut_leaves_no_partial_result_and_next_run_finishes_the_fetch(disk, order, source):
     out = disk.place / "models" / "out"
     out.parent.mkdir()
     path = order(out=str(out))
     assert cut_each_call("fetch", disk, path, out, file_entries) == file_entries(source)
 
 
-def test_power_cut_leaves_no_partial_build_and_next_run_finishes_it(disk, workshop):
+def test_power_cut_leaves_no_partial_result_and_next_run_finishes_the_build(disk, workshop):
     workshop.write_base()
     workshop.write_donor()
     out = disk.place / "models" / "out"

@@ -301,12 +301,12 @@ def plan_of(*names):
 @pytest.mark.parametrize(
     ("module", "reason"),
     [
-        ("lm_head", "it belongs to no layer of the language model or the drafter"),
-        ("mtp.fc", "it belongs to no layer of the language model or the drafter"),
+        ("lm_head", "it is not in any layer of the language model or the drafter"),
+        ("mtp.fc", "it is not in any layer of the language model or the drafter"),
         ("mtp.layers.0.mlp.gate", "it is a gate"),
         ("mtp.layers.0.self_attn.q_norm", "its shape is [64], expected a matrix"),
         (f"{EXPERTS}.8.gate_proj", "the original lacks this weight"),
-        ("model.language_model.layers.0.linear_attn.in_proj_a", "its 8 rows"),
+        ("model.language_model.layers.0.linear_attn.in_proj_a", "its row count, 8,"),
     ],
 )
 def test_rejects_modules_that_autoround_would_skip(published, module, reason):
@@ -316,16 +316,16 @@ def test_rejects_modules_that_autoround_would_skip(published, module, reason):
     assert reason in refusal.value.what
 
 
-def test_rejects_columns_that_do_not_fill_groups(published):
+def test_rejects_column_counts_that_are_not_a_multiple_of_the_group_size(published):
     module = "mtp.layers.0.self_attn.q_proj"
     tensor = Tensor("BF16", (32, 64), 0, 32 * 64 * 2)
     header = Header({f"{module}.weight": tensor}, {}, 0, tensor.end)
     narrow = published._replace(shards={"x": header}, owner={f"{module}.weight": "x"})
-    with pytest.raises(ValidationError, match="its 64 columns"):
+    with pytest.raises(ValidationError, match="its column count, 64,"):
         check_packable(plan_of(f"{module}.qweight"), narrow)
 
 
-def test_tensor_names_of_every_16_bit_repository_can_be_packed():
+def test_packing_handles_the_tensor_names_of_every_16_bit_repository():
     models = [
         model for model in shipped_catalog().models.values() if isinstance(model, HybridModel)
     ]

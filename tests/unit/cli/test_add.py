@@ -157,7 +157,7 @@ def test_add_omits_and_reports_unknown_values(hub, site, capsys):
 
 
 @pytest.mark.parametrize("place", ["org", "../../etc/passwd", "org/nothing", "org/na me"])
-def test_an_invalid_repository_writes_no_file(site, place, capsys):
+def test_add_writes_no_file_for_an_invalid_repository(site, place, capsys):
     assert add(site, place) == 1
     assert "Traceback" not in capsys.readouterr().err
     assert not list((site / "catalog").rglob("*.yml"))
@@ -181,7 +181,7 @@ def test_add_converts_a_recipe(hub, site, capsys):
      "profile: plain\n"],
     ids=["no choice", "fits on no host", "not in the catalog", "profile of another model"],
 )  # fmt: skip
-def test_add_with_use_replaces_any_earlier_choice(hub, site, present, capsys):
+def test_add_with_the_use_option_replaces_any_earlier_choice(hub, site, present, capsys):
     publish(hub, "org/new")
     settings = site / "group_vars/spark.yml"
     settings.write_text(settings.read_text() + present)

@@ -79,7 +79,7 @@ def test_runs_the_printed_command_on_each_host(monkeypatch, capsys, words, deplo
     assert options.get("as_json", False) == ("--json" in more)
 
 
-def test_uninstall_access_revokes_the_login_after_a_successful_uninstall(monkeypatch, capsys):
+def test_uninstall_with_access_option_revokes_login_after_successful_uninstall(monkeypatch, capsys):
     code, ran, _ = run(monkeypatch, capsys, "uninstall", "--access", "-y")
     assert code == 0
     deploys = ["deploys/uninstall.py", "deploys/unbootstrap.py"]
@@ -141,7 +141,7 @@ def test_rollback_prints_both_releases_before_the_confirmation(
     assert (result, len(ran), len(questions)) == expected
 
 
-def test_printed_command_has_the_full_path_of_pyinfra_outside_path(monkeypatch, capsys):
+def test_printed_command_has_the_full_path_of_pyinfra_if_it_is_not_on_path(monkeypatch, capsys):
     monkeypatch.setenv("PATH", "/nowhere")
     _, _, err = run(monkeypatch, capsys, "prune", "--dry")
     assert Path(shlex.split(err)[0]).is_file()
@@ -234,7 +234,7 @@ STATES = {"on": {"active": RELEASE["name"]}, "off": {"known_good": RELEASE["name
         (["rollback"], [f"will roll back from {CURRENT} to {OLD}", "was stopped on purpose"]),
     ],
 )
-def test_dry_run_prints_the_change_of_each_host(words, expected, monkeypatch, capsys):
+def test_dry_run_prints_the_changes_for_each_host(words, expected, monkeypatch, capsys):
     hosts = [host_of("on"), host_of("off"), host_of("away")]
     values = [
         host_status({"releases": [RELEASE], "services": {"main": STATES[host.name]}})

@@ -76,7 +76,7 @@ def test_help_exits_with_0_and_wrong_usage_with_2(words, code, text, capsys):
     assert (empty, bool(re.search(text, shown))) == ("", True)
 
 
-def test_hosts_can_be_given_as_arguments_or_with_limit(monkeypatch):
+def test_hosts_can_be_given_as_arguments_or_with_the_limit_option(monkeypatch):
     selected = []
     monkeypatch.setattr(
         live, "select_hosts", lambda options, must_serve: selected.append(options) or []

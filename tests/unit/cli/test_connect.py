@@ -31,7 +31,7 @@ def site(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_local_tunnel_port_of_a_host_is_independent_of_the_selection(site, capsys):
+def test_local_tunnel_port_of_a_host_does_not_depend_on_the_selected_hosts(site, capsys):
     assert main(["connect", "spark-2", "--for", "env"]) == 0
     assert "export OPENAI_BASE_URL=http://127.0.0.1:8001/v1" in capsys.readouterr().out
     assert main(["connect", "--json"]) == 0
@@ -45,7 +45,7 @@ def test_local_tunnel_port_of_a_host_is_independent_of_the_selection(site, capsy
 
 @pytest.mark.parametrize("client", ["env", "claude"])
 @pytest.mark.parametrize("extra", [[], ["--service", "small"]])
-def test_suggested_commands_keep_service_and_inventory(client, extra, site, capsys):
+def test_suggested_commands_keep_the_service_and_inventory_options(client, extra, site, capsys):
     (site / "inventory/spark.py").rename(site / "inventory/other.py")
     settings = {"model": "qwen3.5-35b", "services": {"small": SMALL}}
     (site / "group_vars/spark.yml").write_text(yaml.safe_dump(settings))
@@ -102,7 +102,7 @@ def test_litellm_configuration_lists_all_models_and_no_key(site, capsys):
     assert "--tunnel" in shown.err
 
 
-def test_vllm_router_requires_equal_models_and_no_private_ca(site, capsys):
+def test_vllm_router_requires_identical_models_and_rejects_a_private_ca(site, capsys):
     settings = {"model": "qwen3.5-35b", "serve": {"expose": "lan", "tls": "off"}}
     (site / "group_vars/spark.yml").write_text(yaml.safe_dump(settings))
     assert main(["connect", "--for", "vllm-router"]) == 0
@@ -153,7 +153,7 @@ def test_tunnels_stay_open_until_interrupted(site):
 
 
 @pytest.mark.slow
-def test_failed_tunnel_ends_the_command_with_the_name_of_its_host(site):
+def test_failed_tunnel_ends_the_command_and_names_its_host(site):
     (site / "ssh").write_text('#!/bin/sh\ncase "$*" in *spark-2) exit 255;; esac\nexec sleep 60\n')
     process = start_tunnels(site, free_port())
     assert process.wait(timeout=30) == 1

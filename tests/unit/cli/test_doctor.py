@@ -81,7 +81,7 @@ def test_doctor_lists_stopped_services_and_a_deploy_leaves_them_stopped():
         "spark-1: a deploy would proceed, and leave main and small stopped\n  stopped   "
     )
     assert list(verdict["stopped"]) == ["main", "small"]
-    for part in ("ann@desk", "NOON until ONE"):
+    for part in ("ann@desk", "NOON; it stays down until ONE"):
         assert part in verdict["stopped"]["main"]
     assert "unknown time" in verdict["stopped"]["small"]
     assert "stopped" not in text_of(make_verdict(survey(containers=[])))
@@ -89,7 +89,7 @@ def test_doctor_lists_stopped_services_and_a_deploy_leaves_them_stopped():
     assert "stopped" not in text_of(make_verdict(survey(containers=[], stopped=["small", waits])))
 
 
-def test_doctor_reads_each_stopped_service_as_one_line(tmp_path):
+def test_doctor_reads_one_stopped_service_per_line(tmp_path):
     def lines():
         script = ["sh", "-ec", stopped_script(str(tmp_path)) + "exit 0"]
         return subprocess.run(script, capture_output=True, text=True, check=True).stdout.split("\n")
@@ -108,7 +108,7 @@ def test_doctor_counts_files_on_the_host_as_reusable():
     assert "reuse" not in make_verdict(survey(containers=[]), downloads=downloads)["looks"]
 
 
-def test_plan_with_on_host_shows_files_that_hosts_already_have(monkeypatch, capsys):
+def test_plan_option_on_host_shows_files_already_on_hosts(monkeypatch, capsys):
     queried: list[str] = []
     is_reached = True
 

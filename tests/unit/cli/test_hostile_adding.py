@@ -192,7 +192,7 @@ def test_hostile_file_is_rejected_without_writing(hub, tmp_path, case, capsys):
 RECIPE = 'model: org/tiny\nsummary: x\ndescription: "a\\e[2Jb"\n"\\e[2J": 1\ncommand: vllm serve x'
 
 
-def test_a_recipe_cannot_send_control_characters(hub, tmp_path, capsys):
+def test_recipe_cannot_send_control_characters_to_the_terminal(hub, tmp_path, capsys):
     hub.fault = None
     site = make_site(tmp_path / "site", hub)
     (tmp_path / "r.yaml").write_text(RECIPE)

@@ -24,7 +24,7 @@ def hosts(monkeypatch, tmp_path):
     return [SimpleNamespace(name=name, data={}) for name in ("ready", "strange", "off")]
 
 
-def test_every_host_without_access_is_reported(hosts):
+def test_every_inaccessible_host_is_reported(hosts):
     off, strange = check_access(hosts).problems()
     assert (off.where, off.what) == ("off", "unreachable: no route")
     assert (strange.where, "SSH key" in strange.what) == ("strange", True)
@@ -54,7 +54,7 @@ def test_query_timeout_lists_only_hosts_without_an_answer(monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_query_of_an_endless_command_ends_after_the_timeout(monkeypatch):
+def test_query_that_runs_an_endless_command_ends_at_the_timeout(monkeypatch):
     class Endless(FactBase):
         def command(self):
             return "while :; do echo; sleep 0.1; done"

@@ -53,7 +53,7 @@ def test_init_writes_the_hosts_given_as_options(words, expected, capsys):
     assert "next: cd own && spark-deploy up" in capsys.readouterr().out
 
 
-def test_hosts_can_be_entered_with_commas(monkeypatch):
+def test_hosts_can_be_entered_separated_by_commas(monkeypatch):
     text = iter(["10.0.0.7, spark-2,spark-3", ""])
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
     monkeypatch.setattr(init.click, "prompt", lambda *_words, **_more: next(text))
@@ -123,7 +123,7 @@ def test_commented_settings_are_valid_and_can_be_planned(monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_pyinfra_reads_the_same_hosts():
+def test_pyinfra_reads_the_hosts_that_init_wrote():
     folder = init_folder("--host", "a=10.0.0.7", "--user", "nvidia")
     words = ("pyinfra", "inventory/spark.py", "debug-inventory")
     result = forked.run(words, cwd=folder.absolute(), env=os.environ)
@@ -156,7 +156,7 @@ def test_mistake_in_the_hosts_file_is_reported(text, output, monkeypatch, capsys
     assert output in capsys.readouterr().err
 
 
-def test_draft_vocabulary_of_a_text_is_estimated_without_the_hub(monkeypatch, capsys):
+def test_draft_vocabulary_size_is_estimated_from_text_without_the_hub(monkeypatch, capsys):
     folder = init_folder("--host", "a=10.0.0.7", "--model", "qwen3.5-122b", "--profile", "v3")
     (folder / "answers.txt").write_text("Paris")
     monkeypatch.chdir(folder)
@@ -177,7 +177,7 @@ def test_inventory_folder_without_settings_is_valid(monkeypatch):
 
 
 @pytest.mark.parametrize("hangs_up", [True, False], ids=["hangs up", "refuses"])
-def test_up_reports_an_unreachable_host_without_a_password_prompt(hangs_up):
+def test_up_reports_an_unreachable_host_without_asking_for_a_password(hangs_up):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         init_folder("--host", "spark-1=127.0.0.1")

@@ -92,7 +92,9 @@ def test_invalid_key_names_change_nothing(site, capsys, words, reason):
 
 @pytest.mark.parametrize("words", [("add", "bob"), ("revoke", "anna")])
 @pytest.mark.parametrize("flag", ["--dry", None])
-def test_key_commands_change_nothing_unconfirmed_or_in_a_dry_run(site, capsys, words, flag):
+def test_key_commands_change_nothing_without_confirmation_or_in_a_dry_run(
+    site, capsys, words, flag
+):
     add(capsys, "anna")
     before = keys_in(site)
     code = main(["key", *words, *[flag] * bool(flag)])

@@ -51,7 +51,7 @@ def ladder(monkeypatch):
     return state
 
 
-def test_ladder_serves_and_measures_each_stage_before_the_settings(ladder):
+def test_ladder_serves_and_measures_each_stage_before_deploying_the_settings(ladder):
     assert ladder.run() == (0, STAGES)
     expected = [(step, stage, "spark-1") for stage in STAGES for step in ("serve", "measure")]
     assert ladder.steps == [*expected, ("serve", None, "spark-1")]

@@ -42,7 +42,7 @@ def test_log_lines_start_with_their_unit():
 
 
 @pytest.mark.parametrize("readable", [True, False])
-def test_logs_of_hosts_are_merged_by_time_and_failures_reported(ssh, capsys, readable):
+def test_host_logs_are_merged_by_time_and_failures_are_reported(ssh, capsys, readable):
     scripts = {}
     for name, wait_s, times in (("a", 0.3, (1, 4)), ("b", 0, (2, 3))):
         lines = "\n".join(entry(at, "spark-serve@x.service", f"{name}{at}") for at in times)
@@ -89,7 +89,7 @@ def test_top_computes_rates_from_two_samples(text, cells):
 
 
 @pytest.mark.parametrize(("script", "code"), [("print(TEXT)", 0), ("raise SystemExit(255)", 1)])
-def test_top_once_prints_one_sample_and_fails_without_an_answer(ssh, capsys, script, code):
+def test_top_once_prints_one_sample_and_fails_if_no_host_answers(ssh, capsys, script, code):
     ssh(a=f"TEXT = {sample(1, 5) + sample(3, 25)!r}\n{script}\n")
     assert live.top.callback.__wrapped__(Options(json=True), once=True, service=None) == code
     [service] = json.loads(capsys.readouterr().out)

@@ -142,7 +142,7 @@ TYPED = [
 
 
 @pytest.mark.parametrize("mistake", TYPED, ids=lambda mistake: mistake.name)
-def test_suggested_fix_of_each_mistake_repairs_it(site, mistake):
+def test_suggested_fix_for_each_mistake_works(site, mistake):
     write(site, mistake.files)
     folder = site / mistake.folder
     code, text = run(folder, mistake.words)
@@ -319,7 +319,7 @@ def test_login_uses_a_key_from_the_ssh_agent(site, agent):
         assert "rejects our SSH key; fix: run `spark-deploy up`" in status(site)
 
 
-def test_a_wrong_password_can_be_corrected_twice(site, agent):
+def test_wrong_password_can_be_reentered_twice(site, agent):
     def type_passwords(_process, text, terminal):
         if text.count("sudo): ") > len(typed):
             typed.append(f"wrong{len(typed)}")

@@ -16,7 +16,7 @@ def listed(capsys, *words):
     return {model["name"]: model for model in json.loads(capsys.readouterr().out)}
 
 
-def test_lists_catalog_models_except_lab_models(tmp_path, monkeypatch, capsys):
+def test_models_lists_catalog_models_except_lab_models(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     models, catalog = listed(capsys), read_catalog()
     assert models.keys() == {name for name in catalog.models if not name.startswith("lab-")}
@@ -45,7 +45,9 @@ def test_suggested_fix_makes_the_model_fit_on_the_available_hosts(tmp_path, monk
         assert (not plan_problems(settings, read_catalog())) is fits
 
 
-def test_models_lists_matches_of_a_word_and_rejects_a_typo(tmp_path, monkeypatch, capsys):
+def test_models_command_lists_models_matching_a_word_and_rejects_a_typo(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     assert set(listed(capsys, "qwen3", "small")) == {"qwen3-30b-a3b", "qwen3-4b"}
     assert set(listed(capsys, "embed")) == {"jina-embeddings-v5-small"}

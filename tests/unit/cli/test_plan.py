@@ -55,7 +55,7 @@ def lock_path(tmp_path):
          ("Qwen/Qwen3.5-122B-A10B (estimated, not locked), 250.2 GB",)),
         (("--model", "qwen3-4b", "--profile", "plain"),
          ("qwen3-4b with plain may not fit: some sizes are unknown\n",
-          "downloads   files of unknown size and", "without files of unknown size",
+          "downloads   files of unknown size and", "not counting files of unknown size",
           "weights, context and KV cache")),
     ],
 )  # fmt: skip
@@ -65,7 +65,7 @@ def test_plan_with_estimate_and_verbose_needs_no_network(spark_deploy, words, te
     assert all(text in out for text in texts)
 
 
-def test_the_plan_of_a_cluster_sends_clients_to_the_head(spark_deploy, tmp_path):
+def test_cluster_plan_tells_clients_to_use_the_head(spark_deploy, tmp_path):
     (tmp_path / "group_vars").mkdir()
     (tmp_path / "group_vars/spark.yml").write_text("cluster: {hosts: [spark-1, spark-2]}\n")
     (tmp_path / "sparks.py").write_text("spark = ['spark-1', 'spark-2']\n")
@@ -79,7 +79,7 @@ def test_the_plan_of_a_cluster_sends_clients_to_the_head(spark_deploy, tmp_path)
     ("own", "copies"),
     [("", True), ("model: qwen3.5-35b\n", False), ("fleet: {share: false}\n", False)],
 )
-def test_plan_lets_a_later_host_copy_downloads_of_an_earlier_host(
+def test_plan_lets_a_later_host_copy_downloads_from_an_earlier_host(
     spark_deploy, tmp_path, own, copies
 ):
     (tmp_path / "host_vars").mkdir()

@@ -107,7 +107,7 @@ def test_failures_are_printed_immediately():
     ]
 
 
-def test_summary_of_a_failed_host_starts_with_its_serving_release():
+def test_summary_of_a_failed_host_starts_with_the_release_it_serves():
     lines = summary(read(LOG)[0], 1).splitlines()
     assert lines[:4] == [
         HEADLINE,
@@ -135,7 +135,7 @@ def test_screen_shows_step_and_time_of_a_rollout(detail, progress):
     assert host.line() == ("engine", progress)
 
 
-def test_summary_shows_result_proof_changes_and_times():
+def test_summary_shows_the_result_its_proof_the_changes_and_the_times():
     text = summary(read(LOG)[0], 1)
     for part in (
         "a  serves x with profile v2 as x at http://127.0.0.1:8000/v1\n",

@@ -87,7 +87,7 @@ def test_every_recipe_key_is_used_or_reported(name):
         assert f"not used: {key}:" in text, key
 
 
-def test_code_and_secrets_of_a_recipe_are_reported_and_not_used():
+def test_code_and_secrets_in_a_recipe_are_reported_but_not_used():
     text = {
         name: "\n".join(draft_from_recipe(data, name).open_questions) for name, data in READ.items()
     }
@@ -125,7 +125,7 @@ def test_unlisted_options_are_reported_with_the_fix_and_not_used():
         assert "override_rails: {unlisted-option: REASON}" in line
 
 
-def test_unknown_parser_of_a_recipe_is_omitted_and_reported():
+def test_unknown_parser_in_a_recipe_is_omitted_and_reported():
     engine = shipped_catalog().engines.engines["0.33.0"]
     text = "--reasoning-parser nano_v3 --tool-call-parser qwen3_coder"
     draft = draft_from_recipe({"model": "org/x", "command": f"vllm serve {text}"}, "r", engine)

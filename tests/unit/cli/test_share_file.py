@@ -156,11 +156,11 @@ def test_add_reports_that_a_shared_revision_moved(shared, other, file, edit, cap
     edit(lambda data: data["model"].update(revision="stable"))
     edit(lambda data: data["sources"]["org/tiny"].update(revision="stable"))
     assert add(other, str(file)) == 0
-    text = "OPEN        org/tiny: stable is now 777777777777, in the file 555555555555"
+    text = "OPEN        org/tiny: stable is now 777777777777, but the file has 555555555555"
     assert text in capsys.readouterr().out
 
 
-def test_shared_check_result_does_not_contain_the_host(site, other, tmp_path, monkeypatch, capsys):
+def test_shared_check_result_does_not_name_the_host(site, other, tmp_path, monkeypatch, capsys):
     proof = {"engine": {"version": "0.33.0"}, "checks": [{"name": "answers"}],
              "versions": {"kernel": CANARY}, "invocation_id": CANARY}  # fmt: skip
     release = {"name": "main-1", "model": "tiny", "profile": "plain", "proof": proof}

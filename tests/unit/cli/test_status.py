@@ -97,7 +97,7 @@ START = {"lowest_bytes": 9 * 2**30, "after_s": 312.0, "floor_bytes": 4 * 2**30}
             True,
         ),
         (document([WARNING]), "  warned   repeat: two texts", True),
-        (document(start_memory=START), "start 9.0 GiB, floor 4.0 GiB), 2 restarts", True),
+        (document(start_memory=START), "startup 9.0 GiB, floor 4.0 GiB), 2 restarts", True),
     ],
 )
 def test_status_shows_details_of_checks(tmp_path, data, line, is_shown):
@@ -120,13 +120,13 @@ def test_status_shows_who_stopped_or_rolled_back_a_service_and_when(tmp_path):
         "at": "2026-11-21T09:00:00Z",
     }  # fmt: skip
     text = text_of(tmp_path, data)
-    assert "stopped on purpose by ann@desk and has been down since 2026-11-21T10:00:00Z" in text
+    assert "stopped on purpose by ann@desk at 2026-11-21T10:00:00Z" in text
     assert "rolled back manually from main-b at 2026-11-21T09:00:00Z" in text
     data["releases"].append({**data["releases"][0], "name": "main-b", "profile": "v2-tq"})
     assert "rolled back manually from lab-stub with v2-tq, main-b at" in text_of(tmp_path, data)
 
 
-def test_idle_on_request_service_is_not_a_difference_from_the_plan():
+def test_on_request_service_that_is_idle_is_not_a_difference_from_the_plan():
     data = document()
     marker = {"schema_version": 1, "release": "small-1", "at": "then", "on_request": True}
     data["services"]["small"] = {
@@ -143,7 +143,7 @@ def test_idle_on_request_service_is_not_a_difference_from_the_plan():
     assert service["drift"]
 
 
-def test_status_shows_a_running_rollout_of_every_service(tmp_path):
+def test_status_shows_the_running_rollout_of_each_service(tmp_path):
     data = document()
     rollout = {"release": RELEASE, "since": "2026-11-21T10:00:00Z", "phase": "start"}
     data["services"]["main"].update(active=None, rollout=rollout)

@@ -73,7 +73,7 @@ def test_up_offers_to_write_a_command_line_choice_to_the_settings(tmp_path, monk
     assert settings.read_text() == "model: qwen3.5-122b\nprofile: agent\n"
 
 
-def test_up_locks_names_without_options_of_update(monkeypatch, tmp_path):
+def test_up_locks_names_without_the_options_of_the_update_command(monkeypatch, tmp_path):
     path = tmp_path / "spark.lock.yml"
     host = SimpleNamespace(catalog=None, loaded=SimpleNamespace(lock_path=path), settings=None)
     monkeypatch.setattr(update, "select_hosts", lambda _options: [host])
@@ -148,7 +148,7 @@ def test_preview_omits_compilation_if_a_release_has_the_same_cache(name, compile
     [(OLD, "run this command again after the rollout to change to large with v2"),
      (PLAN.release.name, "this run attaches to it")],
 )  # fmt: skip
-def test_up_attaches_to_a_running_rollout_of_the_same_release_only(release, text):
+def test_up_attaches_only_to_a_running_rollout_of_the_same_release(release, text):
     data = status(None, name=release)
     rollout = {"release": release, "since": "2026-11-21T10:00:00Z", "phase": "start"}
     data["services"]["main"]["rollout"] = rollout
@@ -190,7 +190,7 @@ def test_preview_reads_the_last_rollout_of_the_serving_or_planned_release(data, 
 
 
 @pytest.mark.parametrize("others", [True, False])
-def test_preview_shows_changes_of_additional_services(others, monkeypatch):
+def test_preview_shows_changes_to_additional_services(others, monkeypatch):
     monkeypatch.setattr(
         HostStatus, "unproven_reason", lambda _self, name, _release: "new" * (name != "main")
     )

@@ -128,7 +128,7 @@ def test_use_replaces_a_plain_profile_with_the_recommended_profile(site, capsys)
     assert "profile agent" in capsys.readouterr().err
 
 
-def test_use_replaces_a_plain_profile_for_a_model_of_several_hosts(site):
+def test_use_replaces_a_plain_profile_for_a_model_on_several_hosts(site):
     (site / "group_vars/all.yml").write_text("model: qwen3-4b\nprofile: plain\n")
     four = ("--inventory", "four.py")
     write_inventory(site / "four.py", "a", "b", "c", "d")
@@ -231,7 +231,7 @@ def test_set_rejects_invalid_values_without_writing(site, capsys, words):
     assert not (site / "host_vars").exists()
 
 
-def test_set_writes_replicas_of_hosts_with_addresses(tmp_path, monkeypatch, capsys):
+def test_set_writes_replica_hosts_with_their_addresses(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for path, text in {
         "inventory/spark.py": INVENTORY_TEXT,
@@ -260,7 +260,7 @@ def test_set_rejects_cluster_or_replica_hosts_missing_from_the_inventory(site, c
         assert f"{section}.hosts: not in the inventory: spark-1, spark-2" in capsys.readouterr().err
 
 
-def test_settings_prints_values_of_this_folder(site, capsys):
+def test_settings_prints_the_values_for_the_current_folder(site, capsys):
     assert main(["set", "serve.expose=lan"]) == 0
     (site / "host_vars").mkdir()
     (site / "host_vars/b.yml").write_text("serve: {expose: loopback, port: 8001}\n")

@@ -50,7 +50,7 @@ DATA = {
 }  # fmt: skip
 
 
-def test_documents_are_rewritten_byte_for_byte():
+def test_documents_are_unchanged_after_being_read_and_rewritten():
     assert documents.to_plain(WORK) == DATA
     text = documents.to_json(WORK)
     assert text == json.dumps(DATA, indent=1, sort_keys=True) + "\n"

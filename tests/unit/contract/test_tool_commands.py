@@ -44,7 +44,7 @@ def test_units_start_existing_commands():
     assert output <= set(host.VERBS)
 
 
-def test_host_commands_import_only_their_module():
+def test_each_host_command_imports_only_its_own_module():
     functions = [function.split(":") for function, *_ in host.VERBS.values()]
     for module, name in functions:
         assert callable(getattr(importlib.import_module(f"spark_host.{module}"), name))

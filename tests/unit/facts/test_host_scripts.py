@@ -55,14 +55,14 @@ def test_failed_sudo_is_reported_and_the_script_never_runs_twice(sudo, output, t
         ("10.77.0.1 40312", ""),
     ],
 )
-def test_reads_the_host_address_of_the_ssh_connection(variable, address):
+def test_reads_the_host_address_from_the_ssh_connection(variable, address):
     environment = {"SSH_CONNECTION": variable} if variable else {}
     output = run_script(LoginAddress().command(), **environment)
     assert LoginAddress().process(output) == address
 
 
 @pytest.mark.parametrize("warning", ["", "W: /etc/apt/sources.list.d/dgx.sources: no Release"])
-def test_reads_the_ota_torn_score_next_to_warnings(tmp_path, warning):
+def test_reads_the_ota_torn_score_when_warnings_are_also_printed(tmp_path, warning):
     script = f'echo "{warning}" >&2\necho \'{{"name": "OTA2.2", "torn": 2.6}}\''
     install_stub(tmp_path, "nvidia-spark-ota-check", script)
     lines = run_script(f"{gpu.GPU_SCRIPT}\n:", tmp_path)
@@ -162,7 +162,7 @@ CONTAINERD_STORE = f"echo '{DOCKER_DIR}|[driver-type io.containerd.snapshotter.v
     ],
     ids=["data root", "containerd", "quoted", "no answer", "empty answer"],
 )
-def test_finds_the_image_directory_of_docker(tmp_path, docker, containerd, folder):
+def test_finds_the_docker_image_directory(tmp_path, docker, containerd, folder):
     place = read_place(tmp_path, docker=docker, containerd=containerd)
     assert (place.path, place.folder) == (DOCKER_DIR, folder)
     assert folder == DOCKER_DIR or place.mount == OTHER

@@ -56,11 +56,11 @@ def test_only_hashed_blobs_and_files_with_receipts_are_linkable(root):
 
 
 @pytest.mark.parametrize("file", [("0" * 64, MIB), ("9" * 64, MIB), (SHA256["a"], 2 * MIB)])
-def test_only_files_with_matching_hash_and_size_count(root, file):
+def test_only_files_with_matching_hash_and_size_are_counted(root, file):
     assert read_stored(root).linkable_bytes(f"{root}/sources/new", [file]) == 0
 
 
-def test_reads_folders_with_spaces_and_damaged_receipts(root):
+def test_reads_folders_with_spaces_in_names_or_damaged_receipts(root):
     (root / "my models").mkdir()
     (root / "my models" / SHA256["d"]).write_bytes(CONTENT["d"])
     (root / "sources/org--name-0123/receipt.json").write_text("{")

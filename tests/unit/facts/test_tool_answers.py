@@ -78,7 +78,7 @@ def engine_socket(tmp_path, monkeypatch):
         server.shutdown()
 
 
-def test_counts_requests_over_the_sockets_of_engines(engine_socket):
+def test_counts_requests_through_engine_sockets(engine_socket):
     script = Requests().command(("main", "silent", "odd'; exit 3; '"))
     assert Requests().process(run_script(script)) == {"main": RequestCounts(running=3, waiting=4)}
 
@@ -102,8 +102,8 @@ PROVEN: dict[str, Any] = {
         (("services", "main", "active"), "main-other", "serves main-other"),
         (("services", "main", "active"), None, "serves nothing"),
         (("services", "main", "known_good"), None, "check has not passed"),
-        (("services", "main", "enabled"), [], "boots with nothing"),
-        (("services", "main", "enabled"), [RELEASE, "main-b"], "boots with main-0123456789ab, m"),
+        (("services", "main", "enabled"), [], "starts nothing at boot"),
+        (("services", "main", "enabled"), [RELEASE, "main-b"], "starts main-0123456789ab, m"),
         (("releases", 0, "unproven"), "never checked", "proof: never checked"),
         (("releases",), [], "proof: none"),
         (("services", "main", "traffic_open"), False, "gateway is closed"),

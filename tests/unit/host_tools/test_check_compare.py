@@ -83,7 +83,9 @@ def test_compares_a_release_with_recorded_answers(host, engine, serve, capsys, t
     assert result["different"] == [["And that?", "yes yes", "no yes"]]
 
 
-def test_prompt_file_is_relative_to_the_callers_folder(host, engine, serve, monkeypatch, tmp_path):
+def test_prompt_file_path_is_relative_to_the_callers_folder(
+    host, engine, serve, monkeypatch, tmp_path
+):
     (tmp_path / "prompts.txt").write_text("Is it so?\n")
     engine.steps = {"Is it so?": [("yes", SURE)]}
     serve(OLD)
@@ -95,7 +97,7 @@ def test_prompt_file_is_relative_to_the_callers_folder(host, engine, serve, monk
         run_check(host, "--record", "other.txt")
 
 
-def test_answers_are_recorded_greedily_in_a_private_file(host, engine, serve, capsys):
+def test_answers_are_decoded_greedily_and_recorded_in_a_private_file(host, engine, serve, capsys):
     engine.steps = {p: [("yes", SURE)] for p in compare.check_prompts(serve(OLD))}
     assert run_check(host, "--record") == 0
     settings = {(body["temperature"], body["top_logprobs"]) for body in engine.requests}

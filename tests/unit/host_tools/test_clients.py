@@ -86,7 +86,7 @@ def test_curl_example_gets_an_answer(connection):
     assert ANSWER in json.loads(done.stdout)["choices"][0]["message"]["content"]
 
 
-def test_opencode_example_lists_every_name(connection):
+def test_opencode_example_lists_every_model_name(connection):
     config = json.loads(example_of("opencode", connection))
     assert config["model"] == "spark-1/main-model"
     provider = config["provider"]["spark-1"]

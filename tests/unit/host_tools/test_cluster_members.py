@@ -219,7 +219,7 @@ def test_engine_stops_if_a_cluster_member_leaves(tmp_path, stop, address, lost, 
     wait_until(lambda: watch.lost == lost, "the loss is noticed")
 
 
-def test_restart_of_the_watch_waits_for_members_again(tmp_path, stop):
+def test_restarted_watcher_waits_for_members_again(tmp_path, stop):
     pair = Pair(tmp_path)
     watch = ClusterWatch(pair.release, pair.joined(False))
     watch.reset()
@@ -259,7 +259,7 @@ def test_member_that_refuses_connections_counts_as_responding(tmp_path):
     assert watch._reached == {"spark-2"}
 
 
-def test_worker_is_proven_with_its_head(tmp_path, stop):
+def test_worker_is_proven_together_with_its_head(tmp_path, stop):
     head = Pair(tmp_path / "head")
     to_head = (LOCAL_WORKER, 40000, LOCAL_HEAD, head.port, "01")
     worker_paths = write_tables(tmp_path / "worker", LOCAL_WORKER, to_head)

@@ -246,7 +246,7 @@ def test_rejects_a_symlink_in_place_of_the_cache_folder(caches, tmp_path):
     assert content(tmp_path / "outside") == []
 
 
-def test_hanging_coreutils_are_killed(monkeypatch, tmp_path):
+def test_hung_coreutils_commands_are_killed(monkeypatch, tmp_path):
     def hang(*words, timeout, **_):
         raise subprocess.TimeoutExpired(str(words), timeout)
 
@@ -270,7 +270,9 @@ def test_engine_socket_folder_is_emptied_whatever_it_contains(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plant", [make_huge, make_deep])
-def test_proven_release_with_an_overfull_cache_starts_with_an_empty_one(caches, monkeypatch, plant):
+def test_proven_release_with_an_oversized_cache_starts_with_an_empty_cache(
+    caches, monkeypatch, plant
+):
     proven = caches.make_proven()
     release = caches.release(PROVEN)
     assert compile_cache.size_problem(release, caches.system) == ""

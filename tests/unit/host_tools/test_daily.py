@@ -90,7 +90,7 @@ FAULTS: dict[str, tuple[Callable[[ServingHost], Any], str, str]] = {
     "gateway": (lambda s: s.units.discard("spark-gateway@main.service"), "watch", "spark-gateway@"),
     "certificate": (lambda s: s.write_certificate(12), "certificate", "in 1"),
     "journal": (lambda s: s.fill_journal(), "journal", "uses 0.0 GiB"),
-    "disk": (lambda s: setattr(daily, "FREE_BYTES", 1 << 60), "disk", "GiB are free"),
+    "disk": (lambda s: setattr(daily, "FREE_BYTES", 1 << 60), "disk", "GiB is free"),
     "inodes": (lambda s: setattr(daily, "FREE_INODES_SHARE", 2), "disk", "inodes are free"),
     "clock": (lambda s: setattr(s, "clock_synchronised", "no"), "clock", "not synchronized"),
     "clock back": (lambda s: s.write_proof(days_ago(-2)), "clock", "went back"),
@@ -101,7 +101,7 @@ FAULTS: dict[str, tuple[Callable[[ServingHost], Any], str, str]] = {
         lambda s: s.receipt.write_text(source_receipt()), "checkpoint", "damaged or empty"
     ),
     "empty receipt": (lambda s: s.receipt.write_text(""), "checkpoint", "damaged or empty"),
-    "old proof": (lambda s: s.write_proof(days_ago(90)), "proof", "last check 90 days ago"),
+    "old proof": (lambda s: s.write_proof(days_ago(90)), "proof", "passed a check 90 days ago"),
     "no proof": (lambda s: s.host.paths.proof(RELEASE).unlink(), "proof", "without a proof"),
 }  # fmt: skip
 
@@ -208,7 +208,7 @@ def test_damage_is_reported_on_a_slow_disk(tmp_path, monkeypatch):
     assert hash_next([tree], 9, tuple(problems)) == (problems, 9)
 
 
-def test_healthy_checkpoints_are_read_once_in_14_days(tmp_path):
+def test_healthy_checkpoints_are_read_once_every_14_days(tmp_path):
     trees, position, parts = [write_tree(tmp_path / "tree")], 0, 0
     for _ in range(HASH_DAYS):
         problems, following = hash_next(trees, position)

@@ -90,7 +90,7 @@ def test_start_rejects_a_checkpoint_with_a_changed_byte(host, checkpoint, damage
             verify(host, checkpoint)
         assert refused.value.where == str(checkpoint / SHARD)
         assert "has sha256" in refused.value.what
-        assert "move the directory away and run the deploy again" in refused.value.fix
+        assert "move the directory elsewhere and run the deploy again" in refused.value.fix
 
 
 def test_error_for_a_missing_checkpoint_file_names_the_file(host, checkpoint):

@@ -168,14 +168,14 @@ def test_keeps_other_cdi_files(tmp_path, nvidia_ctk, text, name):
 
 
 @pytest.mark.usefixtures("nvidia_ctk")
-def test_refresh_without_driver_or_folder_does_nothing(tmp_path, monkeypatch):
+def test_cdi_refresh_without_a_driver_or_folder_does_nothing(tmp_path, monkeypatch):
     container.refresh_cdi(pytest.fail, Paths(tmp_path))
     write_specification(tmp_path, SPECIFICATION.format(driver=OLD))
     monkeypatch.setattr(versions, "read_driver", lambda: "")
     container.refresh_cdi(pytest.fail, Paths(tmp_path))
 
 
-def test_failed_cdi_refresh_does_not_stop_the_start(tmp_path, nvidia_ctk):
+def test_failed_cdi_refresh_does_not_prevent_the_start(tmp_path, nvidia_ctk):
     nvidia_ctk.with_name("nvidia-ctk.broken").touch()
     spec = write_specification(tmp_path, SPECIFICATION.format(driver=OLD))
     reports: list[str] = []

@@ -154,12 +154,12 @@ def test_start_does_not_wait_for_itself_or_for_idle_releases(turns, name, state)
     assert turns.reports == []
 
 
-def test_wait_for_another_start_is_limited(turns):
+def test_wait_for_another_start_has_a_time_limit(turns):
     turns.systemd.states = [("activating", "start")]
     start_s = turns.wait(EMBED).timeouts.start_s
     assert (
         turns.reports[-1]
-        == f"phase=turn starting now, because {CHAT} is still starting after the time limit"
+        == f"phase=turn starting now, because {CHAT} did not finish starting within the time limit"
     )
     assert start_s < turns.clock.seconds < start_s + 5
 

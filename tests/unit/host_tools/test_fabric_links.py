@@ -94,7 +94,7 @@ def trial(host):
     return host
 
 
-def test_trial_is_temporary_and_its_removal_is_scheduled_first(trial):
+def test_trial_is_temporary_and_its_removal_is_scheduled_before_it_starts(trial):
     assert trial.mtu() == 9000
     assert trial.paths.below(NETPLAN_TRIAL).stat().st_mode & 0o777 == 0o600
     assert not trial.paths.below(NETPLAN_FILE).exists()
@@ -209,7 +209,7 @@ def test_restores_static_ipv6_routes_but_not_advertised_routes(host):
 
 
 @pytest.mark.parametrize("words", [("settled",), ("restore", "--unconfirmed")])
-def test_waits_for_addresses_that_return(trial, monkeypatch, words):
+def test_waits_for_addresses_to_return(trial, monkeypatch, words):
     trial.flush_others(queries=5)
     monkeypatch.setattr(fabric, "_SETTLE_TIME_S", 0.0)
     monkeypatch.setattr(fabric, "_REGAIN_TIMEOUT_S", 30.0)
@@ -218,7 +218,7 @@ def test_waits_for_addresses_that_return(trial, monkeypatch, words):
     assert "address replace" not in trial.log()
 
 
-def test_network_is_settled_if_an_address_stays_missing(trial):
+def test_network_counts_as_settled_if_an_address_never_returns(trial):
     trial.write_others()
     run(trial, "settled")
 
@@ -265,7 +265,7 @@ def test_speed_test_sends_exactly_the_requested_bytes(speed_request, monkeypatch
         fabric.measure_speed(["send", TOKEN], Paths("/"))
 
 
-def test_speed_test_of_a_stalled_receiver_ends_at_the_time_limit(speed_request):
+def test_speed_test_with_a_stalled_receiver_ends_at_the_time_limit(speed_request):
     slow = dataclasses.replace(speed_request, max_bytes=10**9, max_s=0.5)
     streams = []
 

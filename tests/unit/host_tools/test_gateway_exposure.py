@@ -48,7 +48,7 @@ def curl(*options):
 
 
 @pytest.mark.slow
-def test_changing_the_exposure_keeps_in_flight_responses(client):
+def test_changing_the_exposure_does_not_interrupt_in_flight_responses(client):
     port, pid = client.settings.port, client.process.pid
     assert listening(client) == LOOPBACK
     answer = client.start_long_answer()
@@ -86,7 +86,7 @@ def test_lan_uses_tls_and_loopback_does_not(client):
 
 
 @pytest.mark.slow
-def test_tls_1_2_has_only_authenticated_ciphers(client):
+def test_tls_1_2_allows_only_authenticated_ciphers(client):
     apply_settings(client, expose="lan", tls=write_certificate(client.host.paths))
     for cipher in ("ECDHE+AES+SHA256", "ECDHE+AES+SHA1", "AES128-GCM-SHA256", "DHE+AESGCM"):
         suffix = ":!AESGCM@SECLEVEL=0" if "AES+" in cipher else "@SECLEVEL=0"
@@ -164,7 +164,7 @@ def test_listens_on_a_changed_tailnet_address(client, tailnet_address):
     assert listening(client) == LOOPBACK
 
 
-def test_gateway_skips_an_address_without_interface(host, tailnet_address):
+def test_gateway_skips_an_address_that_no_interface_has(host, tailnet_address):
     tailnet_address.write_text("100.101.102.103\n")
     wanted = listeners.planned_listeners(host.gateway(expose="tailscale"))
     assert {str(listener).rpartition(":")[0] for listener in wanted.listeners} == LOOPBACK

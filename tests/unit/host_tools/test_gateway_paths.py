@@ -138,7 +138,7 @@ def test_requests_cannot_be_smuggled_in_bodies_or_headers(recorded):
 
 
 @pytest.mark.parametrize("balancer", [False, True], ids=["gateway", "balancer"])
-def test_no_request_without_key_becomes_a_tunnel(nginx_host, balancer, monkeypatch):
+def test_requests_without_a_key_cannot_open_a_tunnel(nginx_host, balancer, monkeypatch):
     switch = b"HTTP/1.1 101 x\r\nConnection: upgrade\r\nUpgrade: x\r\n\r\n%d"
     monkeypatch.setattr(gateway_client, "HEAD", switch)
     replicas = {"port": free_port(), "others": []} if balancer else None

@@ -112,7 +112,7 @@ def test_prefers_the_least_busy_host(replicas):
 
 
 @pytest.mark.parametrize("status", [503, LOST])
-def test_retries_unanswered_requests_to_a_lost_host(replicas, status):
+def test_retries_requests_that_a_lost_host_did_not_answer(replicas, status):
     replicas.other.status = status
     assert replicas.answering_hosts(6) == ["own"] * 6
     assert replicas.other.requests
@@ -147,6 +147,6 @@ def test_counts_a_request_once_against_the_limits(replicas):
 
 
 @pytest.mark.slow
-def test_gateway_of_a_replica_also_answers_with_its_own_engine(replicas):
+def test_replica_gateway_also_answers_from_its_own_engine(replicas):
     assert b"data: " in replicas.client.start_long_answer().read()
     assert replicas.other.requests == []

@@ -99,7 +99,7 @@ def test_key_and_allow_list_apply_with_several_services(services):
     assert services.received() == {}
 
 
-def test_closed_service_returns_503_and_others_answer(services):
+def test_closed_service_returns_503_while_other_services_answer(services):
     paths = services.host.paths
     gateway.close_traffic("embed", paths)
     with services.send(CHAT, {"model": "embedder"}) as answer:
@@ -244,7 +244,7 @@ def test_buffered_request_bodies_are_deleted_after_the_request(services):
     wait_until(lambda: not [path for path in folder.rglob("*") if path.is_file()], "removal")
 
 
-def test_start_removes_bodies_of_a_killed_gateway(js_host):
+def test_start_removes_request_bodies_left_by_a_killed_gateway(js_host):
     body = js_host.paths.gateway_bodies("main") / "body/0000000007"
     body.parent.mkdir(parents=True)
     body.write_text("a secret")
@@ -312,7 +312,7 @@ def test_model_name_scanner_ignores_text_that_is_not_json(services):
 
 
 @pytest.mark.slow
-def test_memory_of_the_model_name_scanner_is_constant(services):
+def test_model_name_scanner_uses_constant_memory(services):
     def worker_bytes():
         master = services.process.pid
         pids = Path(f"/proc/{master}/task/{master}/children").read_text().split()

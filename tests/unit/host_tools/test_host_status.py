@@ -65,7 +65,7 @@ def test_status_reports_when_a_release_is_proven_or_unproven(host, read_status):
     assert read_status(ActiveState="failed").release(RELEASE).unproven == "not running"
 
 
-def test_status_reports_an_interrupted_rollout_of_its_release(host, read_status):
+def test_status_of_a_release_reports_its_interrupted_rollout(host, read_status):
     host.release()
     assert not read_status().has_failed_change(RELEASE)
     assert read_status(ActiveState="failed").has_failed_change(RELEASE)

@@ -82,7 +82,7 @@ def test_engine_cannot_write_to_gateway_folders(host, prepared):
 
 
 @root_only
-def test_opening_traffic_does_not_follow_a_symlink_at_the_socket(host, prepared, secret):
+def test_enabling_traffic_does_not_follow_a_symlink_at_the_socket_path(host, prepared, secret):
     docker_socket = secret.with_name("docker.sock")
     link = writable_mounts(host, prepared)[0] / "engine.sock"
     with listening(docker_socket):
@@ -100,7 +100,7 @@ def test_opening_traffic_does_not_follow_a_symlink_at_the_socket(host, prepared,
 
 
 @root_only
-def test_opening_traffic_replaces_a_symlink_at_the_traffic_file(host, prepared, secret):
+def test_enabling_traffic_replaces_a_symlink_at_the_traffic_file_path(host, prepared, secret):
     folder = host.paths.service_run(prepared.service)
     os.chown(folder, NOBODY.pw_uid, -1)
     traffic_file = host.paths.traffic(prepared.service)
@@ -188,7 +188,7 @@ def memory_limit(limit_bytes):
 
 
 @pytest.mark.parametrize("name", [*ENDLESS, *LARGE])
-def test_metrics_are_limited_in_bytes_and_time(host, name):
+def test_reading_metrics_is_limited_in_bytes_and_time(host, name):
     with answering(host, {**ENDLESS, **LARGE}[name]) as engine:
         start, samples = time.monotonic(), 0
         with memory_limit(64 << 20), suppress(EngineError):
@@ -198,7 +198,7 @@ def test_metrics_are_limited_in_bytes_and_time(host, name):
 
 
 @pytest.mark.parametrize("name", ENDLESS)
-def test_check_cuts_an_endless_response_stream(host, name):
+def test_check_cuts_off_an_endless_response_stream(host, name):
     with answering(host, ENDLESS[name]) as engine:
         start = time.monotonic()
         with memory_limit(96 << 20), pytest.raises(EngineError):

@@ -98,7 +98,7 @@ BUILT = (7, "build .\n")
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_image_is_built_after_a_pull_from_local_blobs(root, daemon, keep):
+def test_image_is_built_from_local_blobs_after_a_pull(root, daemon, keep):
     code, calls, _ = run(root, keep=keep)
     local, public = daemon.pulled
     assert local.startswith("127.0.0.1:")
@@ -108,7 +108,7 @@ def test_image_is_built_after_a_pull_from_local_blobs(root, daemon, keep):
     assert (root / "tree" / digest(LAYER)).exists() == keep
 
 
-def test_image_is_pulled_from_the_registry_without_local_blobs(root, daemon):
+def test_image_is_pulled_from_the_registry_if_no_local_blobs_exist(root, daemon):
     *result, errors = run(root, fetches=False)
     assert (tuple(result), daemon.pulled) == (BUILT, [REFERENCE])
     assert "cannot be pulled from other hosts" in errors

@@ -175,7 +175,7 @@ def test_missing_docker_daemon_is_an_error(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_overlong_docker_messages_are_cut(daemon, monkeypatch):
+def test_overlong_docker_messages_are_truncated(daemon, monkeypatch):
     lengths, parse = [], image._parse_event
 
     def measured(line):

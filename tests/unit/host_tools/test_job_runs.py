@@ -84,7 +84,7 @@ def test_removes_hub_tokens_of_an_ended_job_and_its_dependents(
     assert {d for d in after if [*host.paths.job(d).glob("hub-token*")]} == kept
 
 
-def test_unreadable_job_does_not_keep_other_tokens(host, units):
+def test_unreadable_job_does_not_prevent_removal_of_other_tokens(host, units):
     write_job(host, "", FIRST)
     write_job(host, "", SECOND)
     (host.paths.job(SECOND) / "job.json").write_text("{")

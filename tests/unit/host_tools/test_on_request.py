@@ -63,7 +63,7 @@ def test_other_model_starts_after_in_flight_requests_finish(start):
         assert host.here.disk.read(Stopped, host.here.paths.stopped("first")).on_request
 
 
-def test_streaming_request_gets_comments_while_the_model_starts(start):
+def test_streaming_request_gets_sse_comments_while_the_model_starts(start):
     with start() as host:
         host.units.load_s = 1.0
         status, text = host.chat("model-1", LONG, stream=True)
@@ -136,7 +136,7 @@ def test_disconnected_client_starts_no_service(start):
         assert gateway.is_open("first", host.here.paths)
 
 
-def test_disconnected_client_ends_its_response(start):
+def test_response_ends_if_its_client_disconnects(start):
     with start() as host:
         engine = Engine(host.here.paths.engine_socket("first"))
         messages = [{"role": "user", "content": LONG * 4}]
@@ -194,7 +194,7 @@ def test_service_with_a_missing_account_does_not_stop_other_services(start, monk
         assert host.chat("model-1")[0] == 200
 
 
-def test_socket_of_a_service_lists_its_models(start):
+def test_models_of_a_service_are_listed_over_its_socket(start):
     with start() as host:
         waiting = Engine(host.here.paths.waiting_socket("first"))
         assert waiting.get("/v1/models/model-1").json()["state"] == "stopped"
@@ -261,7 +261,7 @@ def test_request_reopens_a_service_closed_by_a_killed_relay(start):
         assert host.units.starts == ["first"]
 
 
-def test_memory_is_freed_by_the_service_that_is_idle_longest(start):
+def test_longest_idle_service_is_stopped_to_free_memory(start):
     with start() as host:
         add_service(host.client.host, "third", needed_gib=20)
         for name in ("first", "third"):

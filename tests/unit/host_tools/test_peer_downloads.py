@@ -97,7 +97,7 @@ def test_peer_server_requires_the_key(peer, key):
         f"/{BUILT}/files/", f"/{'c' * 64}/files/file",
     ],
 )  # fmt: skip
-def test_peer_server_serves_no_other_file(peer, path):
+def test_peer_server_serves_only_shared_files(peer, path):
     assert peer.ask(path)[0] in (400, 404)
 
 

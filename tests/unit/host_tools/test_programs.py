@@ -107,7 +107,7 @@ def test_image_job_state_is_unknown_if_docker_does_not_respond(host, late, monke
     assert known.state == "done"
 
 
-def test_slow_docker_does_not_mark_release_broken(host, late):
+def test_release_is_not_marked_broken_if_docker_is_slow(host, late):
     late.docker_delays_s = [0.8, 0.8]
     problem = serve.find_artifact_problem(host.release())
     assert isinstance(problem, docker.DockerTimeoutError)
@@ -119,7 +119,7 @@ def test_programs_run_in_the_c_locale(monkeypatch):
     assert programs.read_output("sh", "-c", 'echo " $LC_ALL "; echo second') == "C \nsecond"
 
 
-def test_python_programs_do_not_inherit_our_variables(tmp_path, monkeypatch):
+def test_python_programs_do_not_inherit_our_environment_variables(tmp_path, monkeypatch):
     (tmp_path / "neighbour.py").write_text("TEXT = 'imported'\n")
     program = tmp_path / "program"
     program.write_text("#!/usr/bin/python3\nimport neighbour\nprint(neighbour.TEXT)\n")
@@ -145,7 +145,7 @@ def test_error_of_a_failed_unit_change_includes_the_fix(tmp_path, monkeypatch, m
 
 
 @pytest.mark.parametrize("argv", [("no-such-program",), ("false",), ("sleep", "5")])
-def test_missing_failed_and_hanging_programs_give_no_output(monkeypatch, argv):
+def test_programs_that_are_missing_fail_or_hang_give_no_output(monkeypatch, argv):
     monkeypatch.setattr(programs, "_TIMEOUT_S", 0.3)
     assert programs.read_output(*argv) is None
 

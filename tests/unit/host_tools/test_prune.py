@@ -33,7 +33,7 @@ def test_prune_removes_only_unneeded_files(machine, checkpoints):
     assert machine.plan().items == ()
 
 
-def test_prunes_on_a_full_disk(machine, checkpoints, monkeypatch):
+def test_prune_works_on_a_full_disk(machine, checkpoints, monkeypatch):
     with monkeypatch.context() as full:
         full.setattr(files, "write_text", fail_without_space)
         assert machine.prune().problems == ()
@@ -136,7 +136,7 @@ def test_removes_a_cache_with_its_last_release(machine):
     assert (other / A / "nv").is_dir()
 
 
-def test_prune_stops_at_unreadable_state_or_a_running_rollout(machine, checkpoints):
+def test_prune_aborts_if_state_is_unreadable_or_a_rollout_is_running(machine, checkpoints):
     for request_text in ("{}", "[]", "nonsense", '{"releases_kept": "many"}'):
         with pytest.raises(DocumentError):
             prune.main([request_text], machine.paths)

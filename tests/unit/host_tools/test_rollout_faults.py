@@ -194,7 +194,7 @@ def test_first_release_that_fails_late_is_not_known_good(call, phase):
         ("bring up", "open", "gateway: did not answer"),
     ],
 )
-def test_late_failure_keeps_the_old_release(sim, call, phase, reason):
+def test_old_release_is_kept_after_a_late_failure(sim, call, phase, reason):
     result = deploy(sim, B, **{call: ["fail"]})
     assert (result.state, result.failed_phase, result.serving) == ("rolled-back", phase, A)
     assert reason in str(result.reason)
@@ -221,7 +221,7 @@ def test_reported_log_tail_never_shows_an_earlier_run(sim, phase):
 
 @pytest.mark.parametrize("call", ["enable", "bring up"])
 @pytest.mark.parametrize("fails_again", [True, False])
-def test_rollout_killed_after_the_proof_is_finished_or_rolled_back(sim, call, fails_again):
+def test_killed_rollout_that_has_its_proof_is_finished_or_rolled_back(sim, call, fails_again):
     result = deploy(sim, B, **{call: ["kill before", *["fail"] * fails_again]})
     serving = A if fails_again else B
     state = "rolled-back" if fails_again else "switched"
@@ -279,7 +279,7 @@ def test_failed_candidate_does_not_invalidate_other_proofs(sim, phase, ok):
     assert record.data.state == "failed-no-previous"
 
 
-def test_busy_engine_is_drained_without_new_requests(sim):
+def test_busy_engine_gets_no_new_requests_while_it_drains(sim):
     answers: list[Any] = [EngineTimeoutError("late"), 3.0, EngineTimeoutError("late"), 0.0]
     open_to: list[str | None] = []
 
@@ -300,7 +300,7 @@ def test_busy_engine_is_drained_without_new_requests(sim):
     assert open_to == [None]
 
 
-def test_disk_that_fills_up_keeps_the_old_release(sim, capfd):
+def test_old_release_is_kept_if_the_disk_fills_up(sim, capfd):
     sim.faults_at = {"unfinished": ["full"]}
     sim.deploy(B)
     assert_serves(sim, A)
@@ -318,7 +318,7 @@ def test_rollout_on_a_full_disk_is_rejected(sim, capfd):
     assert "fix: free space" in output
 
 
-def test_rollout_succeeds_if_the_speed_cannot_be_saved(sim):
+def test_rollout_succeeds_even_if_the_speed_cannot_be_saved(sim):
     release, host = release_of(A), sim.host()
     release = replace(release, check=replace(release.check, bench=Bench(1.0, 15.0)))
     record = Record(release, host)

@@ -82,7 +82,7 @@ def test_rollout_that_wrote_no_record_has_failed(sim, run, reason):
     assert (result.state, result.reason) == ("not-started", reason)
 
 
-def test_queued_rollout_has_not_failed(sim):
+def test_queued_rollout_does_not_count_as_failed(sim):
     begun = begin(sim)
     sim.unit(SWITCH.unit(A)).sub = "start"
     assert poll(sim, begun).state == "none"
@@ -99,13 +99,13 @@ def test_repeated_request_joins_the_running_rollout(sim):
     assert poll(sim, second).state == "running"
 
 
-def test_killed_rollout_is_interrupted(sim):
+def test_killed_rollout_counts_as_interrupted(sim):
     begun = begin(sim)
     write_record(sim, state="running")
     assert poll(sim, begun).state == "interrupted"
 
 
-def test_rollout_runs_only_with_active_unit_and_without_finished_record(sim):
+def test_rollout_is_running_if_its_unit_is_active_and_its_record_is_unfinished(sim):
     def running():
         host = sim.host()
         unit = host.units.state(SWITCH.unit(A), "ActiveState", "Job")
@@ -194,7 +194,7 @@ def test_second_rollback_does_not_return_to_the_first_release(sim):
     make_good(sim, A, B)
     boot.record_rollback("main", A, sim.host())
     make_good(sim, A)
-    assert f"{A} has replaced {B}" in str(plan(sim).done)
+    assert f"{A} replaced {B}" in str(plan(sim).done)
     note = boot.last_rollback("main", sim.host())
     assert note.from_release == B
     assert plan(sim, B).to == named(B), "a named release can be reached"
@@ -209,7 +209,7 @@ def test_new_known_good_release_cancels_the_rollback(sim, next_good):
     assert plan(sim).to == named(A)
 
 
-def test_dry_rollback_changes_nothing(sim, capsys):
+def test_rollback_dry_run_changes_nothing(sim, capsys):
     make_good(sim, A, B)
     assert rollout.rollback(["main", "--dry"], sim.host()) == 0
     assert json.loads(capsys.readouterr().out)["to"]["name"] == A

@@ -53,13 +53,13 @@ def test_busy_engine_is_not_measured(host):
     body = {"messages": [{"role": "user", "content": "x"}], "ignore_eos": True, "max_tokens": 3000}
     client = threading.Thread(target=lambda: engine.ask("/v1/chat/completions", body, 20))
     client.start()
-    with pytest.raises(speed.NotMeasuredError, match="served other requests"):
+    with pytest.raises(speed.NotMeasuredError, match="serving other requests"):
         speed.measure(release, host.paths, 0.5, print)
     client.join()
 
 
 def test_missing_engine_is_not_measured(host):
-    with pytest.raises(speed.NotMeasuredError, match="no process listens"):
+    with pytest.raises(speed.NotMeasuredError, match="no process is listening"):
         speed.measure(release_with_bench(host), host.paths, 0.5, print)
 
 
@@ -107,7 +107,7 @@ def test_every_changed_package_gets_a_revert_hint(changes, parts, hints):
     assert all(hint in line for hint, line in zip(hints, lines, strict=True))
 
 
-def test_speed_is_measured_once_per_version_set(host, monkeypatch):
+def test_speed_is_measured_once_per_combination_of_versions(host, monkeypatch):
     release = serve_with_bench(host)
     assert list(measure(host, release, monkeypatch).times_s) == ["bench"]
     assert list(measure(host, release, monkeypatch).times_s) == []

@@ -133,7 +133,7 @@ def test_requests_enable_or_disable_thinking(host, monkeypatch):
     assert {thinking for text, thinking in requests if text != THINKING["prompt"]} == {False}
 
 
-def test_engine_that_crashes_during_the_check_fails_without_warnings(host):
+def test_engine_crash_during_the_check_fails_it_without_warnings(host):
     release = host.release(check__questions=[EXACT[0], THINKING])
     host.started(release, "crash-later", STUB_FAULT_AFTER_S="0.3", STUB_PIECE_S="0.05")
     result = check(host, release)
@@ -165,7 +165,7 @@ def test_reference_page_lists_every_check_with_level_and_severity():
         ("nan", "the same token over and over"),
         ("empty", ": '' does not match"),
         ("error-500", "HTTP 500"),
-        ("wedge", "no usable answer after 1."),
+        ("wedge", "no usable answer after "),
     ],
 )
 def test_broken_engine_fails_the_quick_check(host, fault, message):
@@ -187,7 +187,7 @@ def test_restart_during_the_check_fails_it(host, monkeypatch):
     assert result.invocation_id == "run-1", "the proof must not cover the next run"
 
 
-def test_prefix_check_fails_if_a_cache_block_exceeds_its_prompt(host, monkeypatch):
+def test_prefix_check_fails_if_a_cache_block_is_longer_than_the_prompt(host, monkeypatch):
     monkeypatch.setattr(questions, "_FILLER_TOKENS", 100_000)
     release = host.serving(check__prefix={"block_tokens": 100})
     assert "a cache block of 100" in failed(check(host, release))["prefix reuse"]
@@ -248,18 +248,20 @@ def test_healthy_model_of_any_task_passes_its_checks(host, plan, names, live):
         (RANKING, "garbage", "ranking", "the correct document scored 1.000, the other 1.000"),
         (CLASSES, "garbage", "classes", "identical class probabilities"),
         (CLASSES, "nan", "classes", "invalid probabilities"),
-        (CLASSES, "mixes-up", "classes", "other class probabilities in a batch"),
+        (CLASSES, "mixes-up", "classes", "different class probabilities in a batch"),
         (EMBEDDING, "counters-flat", "counters", "grew by 0"),
-        (AUDIO, "blind", "sound", "1 s of sound took"),
+        (AUDIO, "blind", "sound", "1 s of audio took"),
         (COMPLETION, "garbage", "first answer", "does not match '^Paris$'"),
     ],
 )
-def test_fault_of_another_task_fails_its_check(host, monkeypatch, plan, fault, violated, message):
+def test_fault_in_a_model_for_another_task_fails_the_check_of_that_task(
+    host, monkeypatch, plan, fault, violated, message
+):
     monkeypatch.setattr("spark_host.check.checks._COUNTER_WAIT_S", 0.3)
     assert message in failed(check(host, serve_with(host, plan, fault)))[violated]
 
 
-def test_sound_check_passes_if_longer_sounds_use_more_tokens(host):
+def test_audio_check_passes_if_longer_sounds_use_more_tokens(host):
     result = check(host, serve_with(host, AUDIO))
     assert result.ok, result.failed
     assert "sound" in {finding.name for finding in result.checks}

@@ -72,8 +72,8 @@ def test_loading_engine_is_killed_if_free_memory_falls_below_the_floor(host, mem
     finding = result.failed[0]
     assert (result.ok, finding.name) == (False, "memory")
     assert finding.detail.startswith(
-        "3.25 GiB of memory are available, but the floor is 4.00 GiB; "
-        "the engine was killed during its start; fix: lower engine.memory_fraction"
+        "3.25 GiB of memory is available, but the floor is 4.00 GiB; "
+        "the engine was killed during startup; fix: lower engine.memory_fraction"
     )
     memory = stored_proof(host, release).start_memory
     assert memory.lowest_bytes == int(3.25 * GIB)

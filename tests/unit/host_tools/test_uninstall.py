@@ -83,7 +83,7 @@ def reasons_to_stay(before, containers=(), **changes):
 
 
 @pytest.mark.usefixtures("apt")
-def test_removes_packages_with_dependencies_except_docker():
+def test_removes_packages_and_their_dependencies_except_docker():
     packages = reasons_to_stay(earlier_host())
     removed = {name for name, stays in packages.items() if not stays}
     assert removed == {"jq", "libjq1", "nginx-light"}
@@ -93,7 +93,7 @@ def test_removes_packages_with_dependencies_except_docker():
 
 
 @pytest.mark.usefixtures("apt")
-def test_does_not_list_packages_that_were_installed_before():
+def test_does_not_list_packages_that_were_already_installed():
     packages = reasons_to_stay(earlier_host(packages=("jq", "libjq1", "libc6")))
     assert packages.keys().isdisjoint({"jq", "libjq1"})
 
@@ -165,7 +165,7 @@ def test_uninstall_restores_daemon_json(tmp_path, write_daemon_json, earlier, cu
     assert changed_files(before, tmp_path) == []
 
 
-def test_uninstall_restores_daemon_json_without_baseline_only_from_a_copy(
+def test_daemon_json_is_restored_only_from_a_copy_if_the_baseline_is_missing(
     tmp_path, write_daemon_json
 ):
     write_daemon_json()

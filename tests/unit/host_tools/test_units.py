@@ -71,7 +71,7 @@ def test_start_limit_of_the_unit_can_be_reached(releases):
         assert limit_outlasts_all_starts(dict(drop_in["Unit"]), dict(drop_in["Service"]))
 
 
-def test_log_rate_limit_allows_a_start():
+def test_log_rate_limit_is_high_enough_for_an_engine_start():
     service = section("spark-serve@.service", "Service")
     interval_s, burst = (int(service[f"LogRateLimit{name}"]) for name in ("IntervalSec", "Burst"))
     assert interval_s > 0  # with 0 the limit is from journald.conf

@@ -40,10 +40,13 @@ def sample(*, running=1, prompt=0, generated=0, usage=0.1):
     )
 
 
-def test_engine_without_progress_stalls_after_the_limit(detector):
+def test_engine_without_progress_counts_as_stalled_after_the_limit(detector):
     reasons = [detector.add_metrics(sample(usage=0.4), now_s=i * 10.0) for i in range(13)]
     assert reasons[:12] == [None] * 12
-    assert reasons[12] == "1 requests are running, but no token has been read or written for 120 s"
+    assert (
+        reasons[12]
+        == "1 requests are running, but no token has been processed or generated for 120 s"
+    )
 
 
 @pytest.mark.parametrize(
@@ -56,7 +59,7 @@ def test_engine_without_progress_stalls_after_the_limit(detector):
     ],
     ids=["prompt tokens", "generated tokens", "cache usage", "idle"],
 )
-def test_working_or_idle_engine_does_not_stall(detector, values):
+def test_working_or_idle_engine_does_not_count_as_stalled(detector, values):
     for i, metrics in enumerate(values):
         assert detector.add_metrics(sample(**metrics), now_s=i * 10.0) is None
 
@@ -67,7 +70,7 @@ def test_response_restarts_the_stall_timeout(detector):
         detector.reset_timeouts()
 
 
-def test_delayed_watchdog_does_not_blame_the_engine(detector):
+def test_delay_of_the_watchdog_does_not_count_as_an_engine_stall(detector):
     assert detector.add_timeout(now_s=0) is None
     assert detector.add_timeout(now_s=10_000) is None
     assert detector.add_timeout(now_s=10_010) is not None
@@ -115,7 +118,9 @@ def listener(host):
 
 
 @pytest.mark.parametrize("is_queue_full", [False, True])
-def test_silent_engine_stalls_after_the_limit(host, listener, kills, monkeypatch, is_queue_full):
+def test_silent_engine_counts_as_stalled_after_the_limit(
+    host, listener, kills, monkeypatch, is_queue_full
+):
     with socket.socket(socket.AF_UNIX) as waiting:
         if is_queue_full:
             listener.listen(0)
@@ -147,7 +152,7 @@ def kill_units_at_once(monkeypatch):
     monkeypatch.setattr(watchdog, "_UNIT_STOP_TIMEOUT_S", 0.0)
 
 
-def test_engine_with_pidfd_and_its_unit_are_killed_without_docker(
+def test_engine_and_its_unit_are_killed_through_a_pidfd_without_docker(
     host, engine, systemctl_calls, monkeypatch
 ):
     monkeypatch.delattr(docker, "client")
@@ -181,7 +186,9 @@ def test_hanging_docker_does_not_stop_the_watchdog(host, systemctl_calls, monkey
 
 @pytest.mark.usefixtures("systemctl_calls")
 @pytest.mark.parametrize("disk", ["full", "hanging"])
-def test_watchdog_kills_the_engine_without_a_recorded_event(host, engine, monkeypatch, capfd, disk):
+def test_watchdog_kills_the_engine_even_if_the_event_is_not_recorded(
+    host, engine, monkeypatch, capfd, disk
+):
     recovered = threading.Event()
 
     def write(path, text, mode=420):
@@ -250,7 +257,7 @@ def test_hanging_driver_and_gateway_error_do_not_delay_memory_samples(host, monk
     assert "/proc/1234/fd" in read_events("main", host.paths)[-1].text
 
 
-def test_pidfd_is_opened_only_for_this_container(engine, monkeypatch):
+def test_pidfd_is_opened_only_for_the_engine_container(engine, monkeypatch):
     group = Path(f"/proc/{engine.pid}/cgroup").read_text().splitlines()[-1]
     state = {"Id": group, "State": {"Pid": engine.pid}}
     monkeypatch.setattr(docker, "inspect_container", lambda name, limit_s: state)

@@ -130,7 +130,7 @@ def test_one_prompt_covers_all_hosts_that_need_a_password(tty, hosts):
     assert data["spark-1"]["_sudo"] is False
 
 
-def test_inventory_groups_of_a_command_share_the_password(tty, hosts):
+def test_inventory_groups_in_one_command_share_the_password(tty, hosts):
     def prompt():
         return groups._once_per_command("password", lambda: PasswordPrompt(tty.ask))
 
@@ -182,7 +182,9 @@ def test_unconfirmed_host_keys_are_not_recorded(tty, hosts, tmp_path, answer):
     assert not (tmp_path / "known_hosts").exists()
 
 
-def test_does_not_prompt_for_a_password_without_a_key_to_install(tty, hosts, tmp_path, monkeypatch):
+def test_does_not_prompt_for_a_password_if_no_key_is_to_be_installed(
+    tty, hosts, tmp_path, monkeypatch
+):
     monkeypatch.setenv("HOME", str(tmp_path / "empty"))
     keyless = {name: {**data, "ssh_key": None} for name, data in hosts.items()}
     with pytest.raises(SettingsError, match="run `ssh-keygen -t ed25519`"):
@@ -214,7 +216,7 @@ def test_accepts_only_host_keys_listed_in_the_given_file(hosts, tmp_path):
 
 
 @pytest.mark.usefixtures("no_tty")
-def test_reads_the_password_from_a_file_and_prints_stars_instead(hosts):
+def test_password_read_from_a_file_is_printed_as_stars(hosts):
     data = bootstrap.prepare(hosts, prompt=PasswordPrompt(), confirm=never)
     assert data["spark-2"]["ssh_password"] == "secret word"
     assert contact_in(data, "spark-2").password.unmask() == "secret word"
@@ -222,13 +224,13 @@ def test_reads_the_password_from_a_file_and_prints_stars_instead(hosts):
 
 
 @pytest.mark.usefixtures("no_tty")
-def test_error_without_terminal_mentions_password_file(hosts, monkeypatch):
+def test_error_about_a_missing_terminal_mentions_the_password_file(hosts, monkeypatch):
     monkeypatch.delenv(PASSWORD_FILE_VARIABLE)
     with pytest.raises(SettingsError, match=PASSWORD_FILE_VARIABLE):
         bootstrap.prepare(hosts, prompt=PasswordPrompt(), confirm=never)
 
 
-def test_creates_the_deploy_account_with_the_existing_login(tty, hosts, monkeypatch):
+def test_creates_the_deploy_account_through_the_existing_login(tty, hosts, monkeypatch):
     logins = []
     ann, none = (
         LoginResult(logs_in=True, passwordless_sudo=False),
@@ -263,7 +265,7 @@ def test_rejects_a_host_from_a_different_inventory():
         contact_in({"spark-1": {}}, "spark-1")
 
 
-def test_public_key_is_read_from_file_ssh_config_or_agent(tmp_path, monkeypatch):
+def test_public_key_is_read_from_a_file_the_ssh_config_or_the_agent(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     get_ssh_config.cache.clear()
     spark = Endpoint("spark-1", "10.0.0.1", "ann", None, None, str(tmp_path / "config"), None)

@@ -96,7 +96,7 @@ def lan(**serve):
         ({"cluster": {"hosts": ["a"]}}, {}, "cluster.hosts: a is the only host"),
         (CLUSTER, {"profile": "base"}, "b: profile: differs from the value of a"),
         (CLUSTER, {"lock_file": "other.yml"}, "b: lock_file: differs from the value of a"),
-        (CLUSTER, {"cluster": {"hosts": []}}, "b: cluster.hosts: is empty, but the list of a"),
+        (CLUSTER, {"cluster": {"hosts": []}}, "b: cluster.hosts: is empty, but a's list"),
         ({"rollout": {"canary": "z"}}, {}, "'z' is not a host in this inventory"),
         ({**REPLICAS, "replicas": {"hosts": ["a", "d"]}}, {}, "a: replicas.hosts: 'd' is not in"),
         ({**REPLICAS, "replicas": {"hosts": ["a"]}}, {}, "replicas.hosts: a is the only host"),
@@ -106,7 +106,7 @@ def lan(**serve):
         ({**REPLICAS, "rollout": {"at_once": 2}}, {}, "rollout.at_once"),
         ({**REPLICAS, **CLUSTER}, {}, "replicas.hosts"),
         ({**REPLICAS, "replicas": {"hosts": ["a", "b"], "port": 8000}}, {}, "replicas.port"),
-        (REPLICAS, {"replicas": {"hosts": []}}, "b: replicas.hosts: is empty, but the list of a"),
+        (REPLICAS, {"replicas": {"hosts": []}}, "b: replicas.hosts: is empty, but a's list"),
         (REPLICAS, {"serve": {"names": ["other"]}}, "b: serve.names: differs from the value of a"),
     ],
 )

@@ -55,7 +55,9 @@ def test_root_login_does_not_use_sudo(repository, monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "login", "sudo"), [("root", "ann", True), ("ann", "root", False)]
 )
-def test_login_user_on_the_command_line_determines_sudo(repository, settings, login, sudo):
+def test_login_user_on_the_command_line_determines_whether_sudo_is_used(
+    repository, settings, login, sudo
+):
     repository.write("group_vars/spark.yml", f"ssh: {{user: {settings}}}\n")
     data = read_inventory(repository.inventory, data=[f"ssh_user={login}"])
     assert data["spark-1"]["_sudo"] is sudo
@@ -248,7 +250,7 @@ def test_rejects_settings_files_that_would_be_ignored(repository, name):
     assert message.count("fix:") == 1
 
 
-def test_accepts_settings_files_of_the_inventory_and_notes(repository):
+def test_accepts_notes_among_the_inventory_settings_files(repository):
     for name in ("group_vars/spark.yml", "group_vars/all.yml", "host_vars/spark-2.yml"):
         repository.write(name, "profile: base\n")
     for name in ("group_vars/README.md", "host_vars/.gitkeep", "group_vars/spark.yml.bak"):
@@ -304,7 +306,7 @@ def test_reports_broken_inventory_in_one_line(repository, text, message):
     assert message in repository.error()
 
 
-def test_raises_errors_of_this_package_unchanged(repository, monkeypatch):
+def test_reraises_package_errors_unchanged(repository, monkeypatch):
     monkeypatch.setattr(groups, "load_hosts", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         repository.read()
@@ -364,7 +366,7 @@ def use_our_config(repository):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("inventory", ["@local", "spark-1,spark-2", "localhost", "racks.hosts"])
-def test_config_py_accepts_hosts_and_modules(repository, inventory):
+def test_config_py_accepts_inventory_with_hosts_and_imported_modules(repository, inventory):
     use_our_config(repository)
     repository.write("racks.py", 'hosts = ["@local"]')
     done = repository.run("pyinfra", inventory, "debug-inventory")

@@ -60,7 +60,7 @@ def test_parsed_json_never_has_control_characters(text, ascii_only):
 
 
 @pytest.mark.slow
-def test_pyinfra_with_v_never_prints_escape_sequences(repository):
+def test_pyinfra_verbose_mode_never_prints_escape_sequences(repository):
     repository.list_hosts('["@local"]')
     repository.write("deploy.py", "from pyinfra.operations import server\n"
               f"server.shell(commands=[{PRINT_ESCAPES!r}])\n")  # fmt: skip

@@ -11,7 +11,7 @@ CONFIGS = {
     "Host *\n  Port abc\n": "invalid literal",
     'Host *\n  ProxyCommand nc %h "\n': "No closing quotation",
     "Host\n": "Unparsable line Host",
-    "Host *\n  ProxyJump me@jump\n": "ProxyJump leads from a jump host to itself",
+    "Host *\n  ProxyJump me@jump\n": "ProxyJump makes a jump host connect through itself",
     "\xff\xfe\n": "can't decode byte",
 }
 

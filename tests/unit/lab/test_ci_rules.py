@@ -49,7 +49,7 @@ def test_ci_fails_if_a_lab_test_does_not_run(tmp_path, folder, words, text):
 @pytest.mark.parametrize(
     ("ci", "text", "words"), [("", SKIPS, "tests/faults"), ("true", RUNS, "tests/unit")]
 )
-def test_lab_tests_can_be_skipped_outside_ci_or_left_unselected(tmp_path, ci, text, words):
+def test_lab_tests_may_be_skipped_or_deselected_outside_ci(tmp_path, ci, text, words):
     assert run(tmp_path, "faults", text, words, ci=ci).returncode == 0
 
 

@@ -15,7 +15,7 @@ def test_lab_commands_import_only_the_standard_library():
     subprocess.run([sys.executable, "-I", "-S", "-c", program], check=True)
 
 
-def test_demo_requires_the_engine_memory_of_the_plan():
+def test_demo_requires_the_memory_planned_for_the_engine():
     settings = load_hosts({"lab": ["lab-1"]}, root=CHECKOUT)["lab-1"]
     plan = build_plan(Target("lab-1", {}, settings, read_catalog()), estimate=True)
     needed = plan.preflight.memory_needed_bytes

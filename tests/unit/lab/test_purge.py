@@ -52,7 +52,7 @@ def test_purge_keeps_files_below_a_remaining_mount(paths, tmp_path, capsys):
     assert purge(paths) == 0
 
 
-def test_purge_rejects_guest_names_and_another_running_lab(paths, monkeypatch, tmp_path):
+def test_purge_rejects_guest_names_and_fails_while_another_lab_runs(paths, monkeypatch, tmp_path):
     monkeypatch.undo()
     owner = tmp_path / "owner"
     owner.write_text("/elsewhere/lab")

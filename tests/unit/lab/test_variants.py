@@ -21,7 +21,7 @@ def test_lab_variant_has_every_file_it_names(name):
     assert system == (f"debian {read.release.version}" if read.release else None)
 
 
-def test_recorded_variant_runs_passed_and_kept_the_owners_files():
+def test_every_recorded_variant_run_passed_and_kept_owner_files():
     rows = json.loads((CHECKOUT / "proofs/results/lab/variants.json").read_text())["rows"]
     assert [row["variant"] for row in rows] == variant.names()
     for row in rows:

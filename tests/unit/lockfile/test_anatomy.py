@@ -81,7 +81,7 @@ def test_sums_weights_by_part_and_dtype(hub, tmp_path):
     assert lock.with_entries([moved]).anatomies == {}
 
 
-def test_required_lock_rejects_repositories_with_unread_headers(hub, tmp_path):
+def test_requiring_a_lock_rejects_repositories_with_unread_headers(hub, tmp_path):
     write_repository(hub.root, REPO, ENTRIES, COMMIT, QWEN3)
     lock = EMPTY_LOCK.with_entries([lookup.look_up_repo(hub.url, REPO, "main", None)])
     settings = settings_for(hub, tmp_path, locked="required")

@@ -52,7 +52,7 @@ def hub(tmp_path_factory):
         yield running
 
 
-def test_retries_public_repository_without_token_if_it_has_expired(hub):
+def test_retries_public_repository_without_the_expired_token(hub):
     refusal = {"X-Error-Message": "Invalid credentials in Authorization header"}
     hub.fault = lambda handler, path, data: (
         handler.headers.get("Authorization") and (handler.answer(401, b"", refusal) or True)

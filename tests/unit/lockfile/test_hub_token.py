@@ -24,7 +24,7 @@ MIRROR = "https://mirror.example"
         ({"FILE": "hf_file\n"}, HubSettings(), "hf_file"),
     ],
 )
-def test_sends_hugging_face_login_only_to_its_hub(
+def test_sends_hugging_face_token_only_to_the_hub_it_belongs_to(
     tmp_path, monkeypatch, environment, settings, token
 ):
     monkeypatch.delenv("HF_TOKEN", raising=False)

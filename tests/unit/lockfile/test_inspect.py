@@ -90,7 +90,7 @@ def test_prints_files_sizes_and_matching_models(hub, here, capsys):
         ("no repository", "is neither a directory nor ORG/NAME"),
     ],
 )
-def test_reports_uninspectable_repository_in_one_problem(here, capsys, place, what):
+def test_reports_uninspectable_repository_as_a_single_problem(here, capsys, place, what):
     assert main(["add", "--dry", place, "inventory.py"]) == 1
     output = capsys.readouterr()
     assert output.out == ""

@@ -144,7 +144,7 @@ def test_looks_up_only_missing_names(settings, tmp_path, hub, missing):
     assert (len(hub.requests), Server.requests) == (missing, [])
 
 
-def test_required_lock_rejects_names_that_are_not_locked(settings, tmp_path, hub):
+def test_requiring_a_lock_rejects_names_that_are_not_locked(settings, tmp_path, hub):
     strict = dataclasses.replace(settings, locked="required")
     with pytest.raises(LockError) as caught:
         load_or_extend_lock(strict, CATALOG, tmp_path / "spark.lock.yml", lambda text: None)
@@ -268,7 +268,7 @@ def test_rejects_invalid_lock(tmp_path, change, what):
 
 
 @pytest.mark.slow
-def test_deploy_locks_once_and_prints_names(server, hub, tmp_path):
+def test_deploy_locks_names_once_and_prints_them(server, hub, tmp_path):
     variables = (
         f"model: lab-tiny\nhub: {{endpoint: '{hub.url}'}}\n"
         f"registries: {{insecure: ['{server}']}}\n"

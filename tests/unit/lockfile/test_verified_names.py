@@ -68,7 +68,7 @@ def here(hub, tmp_path, monkeypatch):
     return folder
 
 
-def test_stores_names_that_headers_verify_in_the_lock(hub, settings, lock, tmp_path):
+def test_stores_header_verified_names_in_the_lock(hub, settings, lock, tmp_path):
     output: list[str] = []
     verified = verify_names(settings, CATALOG, lock, output.append)
     result = verified.names[BUILD]
@@ -183,7 +183,7 @@ def test_locks_hash_of_donor_tensors_after_first_build(here, capsys, monkeypatch
 
 
 @pytest.mark.slow
-def test_new_commit_is_verified_again(hub, settings, lock):
+def test_names_are_verified_again_after_a_new_commit(hub, settings, lock):
     verified = verify_names(settings, CATALOG, lock, quiet)
     write_repository(hub.root, BASE, base_entries(), commit="3" * 40)
     moved = verified.with_entries([lookup.look_up_repo(hub.url, BASE, "main", None)])
@@ -217,7 +217,7 @@ def test_deploy_continues_if_the_hub_is_unreachable(hub, settings, lock, tmp_pat
     assert BUILD in read_lock(path).names
 
 
-def test_required_lock_needs_no_hub(hub, settings, lock, tmp_path):
+def test_requiring_a_lock_needs_no_hub(hub, settings, lock, tmp_path):
     output: list[str] = []
     strict = dataclasses.replace(settings, locked="required")
     assert verified_lock(strict, CATALOG, tmp_path / "spark.lock.yml", lock, output.append) == lock

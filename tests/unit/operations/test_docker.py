@@ -95,13 +95,13 @@ def state(like, **changes):
         ("DockerState/nothing_installed", {}, gpu.RUNTIME),
     ],
 )
-def test_containers_get_the_gpu_by_runtime_or_cdi_depending_on_docker(like, changes, expected):
+def test_containers_get_the_gpu_through_runtime_or_cdi_as_docker_supports(like, changes, expected):
     docker_state = state(like, **changes)
     assert gpu.gpu_arguments(docker_state) == expected
     assert gpu.gpu_problem(docker_state) is None
 
 
-def test_rejects_a_host_without_runtime_and_cdi():
+def test_rejects_a_host_with_neither_runtime_nor_cdi():
     assert gpu.gpu_problem(state(OLD, runtime=[])) is not None
 
 
@@ -150,7 +150,7 @@ def test_failed_image_pull_shows_the_fix_from_the_host_tools(tool_folder):
 
 
 @pytest.mark.parametrize("script", ["exit 0", "exit 2", None])
-def test_gpu_is_checked_after_the_image_pull_without_current_host_tools(tool_folder, script):
+def test_gpu_is_checked_after_the_image_pull_if_host_tools_are_outdated(tool_folder, script):
     if script:
         install_stub(tool_folder, "spark-host", f'[ "$*" = "image {IMAGE}" ] || exit 9\n{script}')
     gpu._pull(None, IMAGE)

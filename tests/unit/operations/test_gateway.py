@@ -73,7 +73,7 @@ def test_changed_settings_reload_only_a_running_gateway(active):
         ("loopback", NEW_TOOLS, OLD_TOOLS, False),
     ],
 )
-def test_restarts_a_watchdog_with_older_tools_that_would_undo_the_reload(
+def test_restarts_a_watchdog_whose_older_tools_would_undo_the_reload(
     expose, tools, running, restarts
 ):
     plan = exposed(expose)
@@ -109,7 +109,7 @@ def with_key(folder, key):
     return replace(PLAN, key=SecretRef(file=str(folder / "key")))
 
 
-def test_api_key_of_the_controller_is_sent_only_on_standard_input(tmp_path):
+def test_controller_api_key_is_sent_only_on_standard_input(tmp_path):
     plan = with_key(tmp_path, "a-key-of-my-own-0123456789")
     key = ManagedFile("/etc/spark/api-key", b"a-key-of-my-own-0123456789\n", 0o600)
     host = host_with(gateway_file(plan))

@@ -48,7 +48,7 @@ def test_does_not_repeat_a_failed_command(clock):
 
 
 @pytest.mark.parametrize("sudo", [True, False])
-def test_reconnects_with_growing_pauses_and_the_configured_sudo(clock, sudo):
+def test_reconnects_with_backoff_and_keeps_the_sudo_settings(clock, sudo):
     host = answers(*[OSError("gone")] * 5, "here")
     host.data["_sudo"] = sudo
     assert commands.run_reconnecting(host, "true") == (True, "here", "")

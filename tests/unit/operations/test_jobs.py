@@ -54,7 +54,7 @@ def test_jobs_of_a_replaced_release_do_not_continue_at_boot():
     assert wait(host_with("done", (REPLACED,)), retire_others=False) == []
 
 
-def test_replaced_jobs_are_disabled_before_waiting_and_finished_jobs_afterwards():
+def test_disables_replaced_jobs_before_the_wait_and_finished_jobs_after_it():
     retire, waiting, finish = wait(host_with("running", (TARGET, REPLACED)))
     assert REPLACED in retire
     assert waiting.startswith("_wait_until_done(")
@@ -164,7 +164,7 @@ def test_job_in_an_unknown_state_is_not_started():
 @pytest.mark.parametrize(
     ("state", "sent"), [("waiting", True), ("failed", True), ("running", False), ("done", False)]
 )
-def test_hub_token_is_sent_on_standard_input_only_for_starting_jobs(tmp_path, state, sent):
+def test_hub_token_is_sent_only_to_start_jobs_and_on_standard_input(tmp_path, state, sent):
     token = "hf_canary0123456789"
     (tmp_path / "token").write_text(token)
     hub = HubSettings(token=SecretRef(file=str(tmp_path / "token")))

@@ -130,12 +130,12 @@ def test_lease_expires_some_time_after_the_last_renewal(path):
 
 
 @pytest.mark.parametrize("content", ["", "\n", "x", "x y z\n", "\0\0", "a 99999999999 s $(id)\n"])
-def test_damaged_lease_expires_without_running_code(path, content):
+def test_damaged_lease_expires_and_is_never_executed_as_code(path, content):
     path.write_text(content)
     assert re.fullmatch(r"acquired|held a \d+ s \$\(id\)", take(path, OTHER, "ben@laptop"))
 
 
-def test_waiting_run_locks_the_replacement_of_a_removed_lock_file(path):
+def test_waiting_run_locks_the_new_file_if_the_lock_file_was_replaced(path):
     lock = Path(f"{path}.lock")
     script = ["sh", "-c", lease_script(str(path), OTHER, "ann@desk")]
     with lock.open("w") as removed:

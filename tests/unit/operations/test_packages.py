@@ -25,7 +25,7 @@ FREE = (
 )  # fmt: skip
 
 
-def test_only_driver_kernel_and_firmware_packages_must_not_change():
+def test_fails_only_if_driver_kernel_or_firmware_packages_would_change():
     for package in PROTECTED:
         simulation = ["Reading package lists...", f"Inst {package} [1.0] (1.1 repo [arm64])"]
         assert packages.forbidden_changes(simulation) == (package,)
@@ -33,7 +33,7 @@ def test_only_driver_kernel_and_firmware_packages_must_not_change():
     assert packages.forbidden_changes([f"Inst {package} (1.0 [arm64])" for package in FREE]) == ()
 
 
-def test_apt_source_names_key_and_components():
+def test_apt_source_specifies_its_key_and_components():
     repository = replace(VENDOR, suite="stable", components=("main", "extra"))
     text = packages.sources_file(repository).content.decode()
     assert "\nComponents: main extra\nSigned-By: /etc/apt/keyrings/spark-vendor.asc\n" in text

@@ -33,7 +33,7 @@ def secret(tmp_path):
     return ProxySettings(SecretRef(file=str(tmp_path / "proxy")), direct=("lan", "10.0.0.1"))
 
 
-def test_proxy_password_reaches_its_root_only_file_through_standard_input(secret):
+def test_proxy_password_is_written_to_a_root_only_file_through_stdin(secret):
     [command] = set_job_proxy(secret)
     assert PASSWORD not in repr(command) + str(command)
     [content] = unpack_sent(command)

@@ -30,7 +30,7 @@ def test_host_tools_never_run_code_in_the_current_directory(tools, tmp_path, nam
     assert result.returncode == 0
 
 
-def test_host_tools_never_use_python_or_site_packages_of_the_user(tools, tmp_path):
+def test_host_tools_never_use_the_users_python_or_site_packages(tools, tmp_path):
     stranger = tmp_path / "bin/python3"
     stranger.parent.mkdir()
     stranger.write_text("#!/bin/sh\necho code of a stranger >&2\n")

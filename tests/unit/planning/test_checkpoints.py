@@ -56,7 +56,7 @@ def test_checkpoint_depends_on_the_layout_but_not_on_keep_base():
 INT4_DRAFTER = {"engine.drafter": "int4-g128"}
 
 
-def test_drafter_setting_rounds_mtp_weights_and_builds_a_separate_checkpoint():
+def test_drafter_setting_quantizes_mtp_weights_and_builds_a_separate_checkpoint():
     kept, int4 = plan_of(), plan_of(**INT4_DRAFTER)
     modules = expand_all(int4.checkpoint.build.drafter_int4)
     weights = expand_all(kept.checkpoint.build.mtp_tensors)
@@ -70,7 +70,7 @@ def test_drafter_setting_rounds_mtp_weights_and_builds_a_separate_checkpoint():
     assert plan_of(**full).checkpoint.output_bytes < plan_of(**FULL).checkpoint.output_bytes
 
 
-def test_drafter_that_the_base_stores_as_int4_is_kept():
+def test_drafter_stored_as_int4_in_the_base_is_kept():
     kept, int4 = (plan_of("small", **settings) for settings in ({}, INT4_DRAFTER))
     assert int4.checkpoint.build == kept.checkpoint.build
     assert int4.memory == kept.memory
@@ -86,14 +86,14 @@ def test_rejects_int4_drafter_without_16_bit_weights():
 
 
 @pytest.mark.parametrize(("settings", "kept"), [(FULL, 1), (DISCARD, 0)])
-def test_disk_plan_counts_discarded_base_only_at_peak(settings, kept):
+def test_disk_plan_counts_the_discarded_base_only_in_peak_usage(settings, kept):
     plan = plan_of(**settings)
     base = plan.checkpoint.base
     [use] = [use for use in plan.disk if use.path == base.dir]
     assert (use.peak_bytes, use.after_bytes) == (base.size_bytes, kept * base.size_bytes)
 
 
-def test_discarded_base_is_fetched_only_without_checkpoint_and_removed_last():
+def test_discarded_base_is_fetched_only_without_a_checkpoint_and_is_removed_last():
     plan = plan_of(**DISCARD)
     fetch, build, _image = plan_jobs(plan, ())
     [removal] = discard_jobs(plan)

@@ -159,7 +159,7 @@ def test_rejects_members_without_a_common_network():
         with pytest.raises(PlanError) as error:
             plan_on("spark-1", {**FABRIC, "spark-2": Ports(ports)}, more)
         assert [problem.where for problem in error.value.problems] == refused
-    assert "enp1s0f0np0 down without address" in str(error.value)
+    assert "enp1s0f0np0 down no address" in str(error.value)
 
 
 def readdressed(ports, *addresses):
@@ -282,7 +282,7 @@ def test_both_interfaces_of_a_port_get_addresses_in_separate_networks():
     }  # fmt: skip
 
 
-def test_netplan_configures_only_cabled_ports_as_optional():
+def test_netplan_configures_only_cabled_ports_and_marks_them_optional():
     plan = network_plan("spark-1", LAN, *without_addresses(1))
     network = yaml.safe_load(plan.netplan)["network"]
     assert network["version"] == 2
@@ -292,7 +292,7 @@ def test_netplan_configures_only_cabled_ports_as_optional():
         assert (port["mtu"], port["optional"], port["dhcp4"]) == (9000, True, False)
 
 
-def test_configures_listed_ports_without_rdma():
+def test_configures_listed_ports_that_lack_rdma():
     plan = network_plan(
         "spark-2", LAN, Port("eth1", True, 1500, None, (), None, None),
         interfaces=("eth1",), networks=("10.9.0.0/24",), mtu=1500,
@@ -427,7 +427,7 @@ def test_hosts_are_updated_in_waves_after_the_canary(rollout, expected):
     assert " | ".join(" ".join(wave) for wave in waves) == expected
 
 
-def test_smallest_at_once_setting_limits_the_wave():
+def test_smallest_at_once_value_limits_the_wave_size():
     at_once = {"a": "all", "b": "all", "c": 2, "d": "all", "e": "all"}
     waves = plan_waves({host: RolloutSettings(n) for host, n in at_once.items()})
     assert waves == (("a", "b"), ("c", "d"), ("e",))

@@ -58,7 +58,7 @@ def drafts_of(plan):
 
 
 @pytest.mark.parametrize("method", ["dflash", "eagle3", "draft_model"])
-def test_drafter_is_downloaded_mounted_and_counted(method):
+def test_drafter_is_downloaded_mounted_and_counted_in_the_memory_plan(method):
     plan, without = make_plan(replace(EAGLE, method=method)), make_plan()
     assert [source.locked.repo for source in plan.sources] == [REPO, DRAFT]
     assert [work.job.kind for work in plan_jobs(plan, ())] == ["fetch", "fetch", "image-pull"]
@@ -92,7 +92,7 @@ def test_ngram_drafts_do_not_need_memory():
     assert len(plan.sources) == 1
 
 
-def test_drafts_setting_changes_the_count_or_disables_the_drafter():
+def test_drafts_setting_changes_the_draft_count_or_disables_the_drafter():
     fewer, off = (make_plan(EAGLE, **{"engine.drafts": drafts}) for drafts in (1, 0))
     config = drafts_of(fewer)
     assert (config["method"], config["num_speculative_tokens"]) == ("eagle3", 1)
@@ -114,8 +114,8 @@ def test_adapter_has_a_served_name_a_mount_and_a_lora_slot():
     assert plan.memory.weights_bytes - without.memory.weights_bytes == 64 << 20
 
 
-def test_rejects_adapters_with_drafts():
-    with pytest.raises(PlanError, match="never tested with adapters"):
+def test_rejects_adapters_combined_with_drafts():
+    with pytest.raises(PlanError, match="never been tested with adapters"):
         make_plan(Speculation(method="ngram", tokens=3), model=ADAPTED)
 
 
@@ -142,5 +142,5 @@ def test_cache_plan_uses_the_block_size_option():
         {"method": "ngram", "tokens": 2, "longest_match": 2, "shortest_match": 3},
     ],
 )
-def test_rejects_invalid_speculation(drafts):
+def test_rejects_invalid_speculative_decoding_settings(drafts):
     assert len(list(Speculation(**drafts).violations())) == 1

@@ -158,7 +158,7 @@ def test_pins_the_kernel_only_for_16_bit_experts(model, pinned):
 
 
 @pytest.mark.parametrize(("width", "backend"), [(768, "triton"), (None, None)])
-def test_pinned_target_kernel_is_set_and_required(width, backend):
+def test_kernel_pinned_for_the_target_model_is_set_and_must_be_used(width, backend):
     model = plain(expert_width=width, context_tokens=4096)
     plan = shipped_plan("qwen3-4b", "plain")
     assert isinstance(plan, HostPlan)

@@ -236,7 +236,7 @@ def test_warns_about_prefix_caching_with_drafts_on_older_engines(image, unproven
     ],
 )
 @pytest.mark.parametrize("profile", ["v2", "v2-native", "base"])
-def test_rejects_experts_with_one_group_of_scales(model, options, refused, profile):
+def test_rejects_experts_with_a_single_scale_group(model, options, refused, profile):
     texts = problem_texts(model, profile, **{"engine.options": options})
     assert any("experts-of-one-group" in text for text in texts) is refused
     assert any("one-gpu-in-a-host" in text for text in texts)
@@ -386,7 +386,7 @@ def test_rejects_parallel_size_that_is_not_an_integer(value):
     assert "pipeline_parallel_size" in message
 
 
-def test_users_can_override_only_the_listed_planned_options():
+def test_users_can_override_a_planned_option_only_if_it_is_listed():
     options = engine_options(LARGE, V2, plan_memory(LARGE, V2, settings_of()))
     free = {"load-format", "reasoning-parser", "enable-auto-tool-choice", "tool-call-parser"}
     free |= {"disable-access-log-for-endpoints"}
@@ -431,7 +431,7 @@ def refused_profile(tmp_path):
 
 
 @pytest.mark.parametrize("option", ["max-num-seqs", "device_memory_utilization", "spec-tok"])
-def test_rejects_options_in_profiles_that_have_a_setting(option, refused_profile):
+def test_rejects_profile_options_that_have_their_own_setting(option, refused_profile):
     assert f"options.{option}" in refused_profile(options={option: 9})
 
 
@@ -579,7 +579,7 @@ def test_rejects_context_beyond_native_length(tokens):
     assert problems(**{"engine.max_context_tokens": NATIVE_CONTEXT}) == []
 
 
-def test_accepts_context_stretched_by_option_with_warning():
+def test_warns_about_but_accepts_context_extended_by_an_option():
     stretched = {"engine.options": {"hf-overrides": {"rope_parameters": {"factor": 2.0}}}}
     longer = {"engine.max_context_tokens": NATIVE_CONTEXT + 1}
     assert problems("small", **longer, **stretched) == []

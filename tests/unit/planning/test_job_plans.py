@@ -105,7 +105,7 @@ def orders(model, profile):
 
 @pytest.mark.parametrize("profile", CATALOG.profile_names)
 @pytest.mark.parametrize("model", ["large", "small"])
-def test_host_parses_job_plans_without_changes(model, profile):
+def test_host_parses_job_plans_back_unchanged(model, profile):
     written = orders(model, profile)
     kinds: dict[str, Any] = {"fetch": FetchPlan}
     if CATALOG.profile(profile, model).builds_checkpoint:
@@ -225,7 +225,7 @@ def members(states, digest=TREE):
         ("-", {"a": ""}),
     ],
 )
-def test_peers_with_all_files_come_first_in_rotating_order(states, expected):
+def test_peers_with_all_files_come_first_and_their_order_rotates(states, expected):
     hosts = members(states)
     assert {name: "".join(peer_urls(name, TREE, hosts)) for name in expected} == expected
 

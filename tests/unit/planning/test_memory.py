@@ -43,7 +43,7 @@ def memory_of(profile="v2", **settings):
     ("name", "tree_gb", "mtp_gb"),
     [("qwen3.5-122b", 72.37, 5.05), ("qwen3.5-35b", 21.09, 0.46), ("qwen3.5-397b", 224.3, 13.2)],
 )
-def test_computed_weights_match_published_checkpoints(name, tree_gb, mtp_gb):
+def test_computed_weight_sizes_match_published_checkpoints(name, tree_gb, mtp_gb):
     sizes = weight_sizes(SHIPPED.model(name).architecture)
     assert sizes.tree_bytes / 1e9 == pytest.approx(tree_gb, rel=0.001)
     assert sizes.mtp_bytes / 1e9 == pytest.approx(mtp_gb, rel=0.01)
@@ -75,7 +75,7 @@ RECALL = replace(
 @pytest.mark.parametrize(
     "stage", ["recall", "turboquant", "wide", "drafts", "prefixes", "flashinfer"]
 )
-def test_cache_blocks_match_running_engines(stage):
+def test_cache_block_sizes_match_running_engines(stage):
     path = CHECKOUT / f"proofs/results/gpu/recall-{stage}.json"
     runs = {name: run for name, run in json.loads(path.read_text())["runs"].items()
             if run["block_tokens"]}  # fmt: skip
@@ -113,7 +113,7 @@ def test_planned_memory_parts_add_up_to_the_memory_fraction(profile):
     assert used + plan.reserve_bytes <= plan.total_bytes < 120 * GIB
 
 
-def test_reserve_and_allowed_containers_lower_memory_fraction():
+def test_memory_reserve_and_allowed_containers_lower_the_memory_fraction():
     plan = memory_of(**{"memory.reserve_gib": 30})
     assert plan.memory_fraction == 0.74
     assert plan.needed_bytes < 0.77 * plan.total_bytes
@@ -202,7 +202,7 @@ def settings_from(suggestion):
         ({"memory.reserve_gib": 110}, ["lower memory.reserve_gib to 41"]),
     ],
 )
-def test_suggests_the_cheapest_changes_and_each_makes_the_model_fit(settings, suggestions):
+def test_suggests_the_cheapest_changes_that_each_make_the_model_fit(settings, suggestions):
     [problem] = problems(**settings)
     assert problem.fix.split("; or ") == suggestions
     for suggestion in suggestions:

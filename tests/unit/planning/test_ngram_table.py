@@ -110,7 +110,7 @@ def test_table_is_split_over_hosts_but_hyper_connections_are_not():
 
 
 @pytest.mark.parametrize(("table_format", "gib"), [("e2m1", 27.13), ("e4m3", 48.8)])
-def test_built_table_has_whole_rows_in_blocks(table_format, gib):
+def test_blocks_of_the_built_table_contain_only_whole_rows(table_format, gib):
     size_bytes = ngram_file_bytes(SHAPE, replace(NVME, ngram_format=table_format))
     assert size_bytes / GIB == pytest.approx(gib, abs=0.04)
     assert size_bytes % 4096 == 0
@@ -204,7 +204,7 @@ def test_repeat_check_uses_a_prompt_longer_than_the_indexer_budget():
     assert any("n-gram table" in line for line in check.log_required)
 
 
-def test_engine_runs_on_chosen_cpus_only_if_set():
+def test_engine_is_pinned_to_cpus_only_if_configured():
     argument = "--cpuset-cpus=5-9,15-19"
     assert not any("cpuset" in word for word in plan_of().release.engine.docker_args)
     chosen = plan_of(**{"engine.cpuset_cpus": "5-9,15-19"}).release

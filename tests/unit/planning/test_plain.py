@@ -178,7 +178,7 @@ def test_ignores_measured_cache_size_that_does_not_apply(anatomy):
     assert make_plan(anatomy=anatomy).memory.measured_by == ""
 
 
-def test_rejects_narrow_experts_with_scales_in_groups():
+def test_rejects_narrow_experts_with_grouped_scales():
     for quantization in ("", "fp8"):
         make_plan(anatomy=replace(ANATOMY, expert_width=64, quantization=quantization))
     grouped = replace(ANATOMY, expert_width=64, quantization="gptq, 4 bit")

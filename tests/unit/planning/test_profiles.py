@@ -25,7 +25,7 @@ PROVEN = [(name, row) for name, profile in PROFILES.items() for row in profile.p
 SHAPE = SHIPPED.model(DEFAULT.model).architecture
 
 
-def test_proven_claims_of_profiles_passed_in_their_result_files():
+def test_claims_marked_proven_passed_in_the_result_files_of_their_profile():
     assert len(PROVEN) > 20
     for name, row in PROVEN:
         rows = json.loads((RESULTS / row.result).read_text("utf-8"))["rows"]
@@ -33,7 +33,7 @@ def test_proven_claims_of_profiles_passed_in_their_result_files():
         assert passed == [True], (name, row.claim)
 
 
-def test_profiles_without_plugin_build_loadable_checkpoints_and_drafts_are_checked():
+def test_profiles_without_plugin_build_loadable_checkpoints_and_check_drafts():
     for profile in PROFILES.values():
         assert profile.plugin or not profile.checkpoint_needs_plugin, profile.name
         assert profile.check.acceptance_floor or not profile.speculation, profile.name
@@ -109,7 +109,7 @@ def test_draft_sampling_settings_become_vllm_options_of_the_same_name():
     }
 
 
-def test_draft_vocabulary_reaches_the_plugin_and_makes_drafts_faster():
+def test_draft_vocabulary_is_passed_to_the_plugin_and_speeds_up_drafts():
     settings = {"engine.head": "int8-triton", "engine.draft_vocabulary_tokens": 32768}
     argv = plan_of(**settings).release.engine.argv
     additional = json.loads(argv[argv.index("--additional-config") + 1])
@@ -133,7 +133,7 @@ def ranked_plan(tmp_path, text="three words here", **settings):
     )
 
 
-def test_text_of_draft_vocabulary_is_ranked_on_the_host_and_mounted(tmp_path):
+def test_tokens_of_the_draft_vocabulary_text_are_ranked_on_the_host_and_mounted(tmp_path):
     plan = ranked_plan(tmp_path)
     [work] = [work for work in plan_jobs(plan, ()) if work.job.kind == "rank"]
     [built] = [work.job.digest12 for work in plan_jobs(plan, ()) if work.job.kind == "checkpoint"]
@@ -172,13 +172,13 @@ def test_folder_of_ranked_tokens_depends_only_on_inputs(tmp_path, change, same):
     assert first.checkpoint == second.checkpoint
 
 
-def test_rejects_text_of_draft_vocabulary_without_number_of_tokens(tmp_path):
+def test_rejects_draft_vocabulary_text_without_a_token_count(tmp_path):
     with pytest.raises(PlanError, match="draft_vocabulary_text"):
         ranked_plan(tmp_path, **{"engine.draft_vocabulary_tokens": None})
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\xff", b"x" * ((64 << 20) + 1)])
-def test_rejects_unreadable_empty_and_large_texts_of_draft_vocabulary(tmp_path, content):
+def test_rejects_unreadable_empty_or_too_large_draft_vocabulary_texts(tmp_path, content):
     path = tmp_path / "answers.txt"
     if content is not None:
         path.write_bytes(content)
@@ -215,7 +215,7 @@ def test_profile_based_on_another_does_not_inherit_its_claims(checkout):
     assert (own.shared_experts, own.limits) == (base.shared_experts, base.limits)
 
 
-def test_based_on_key_requires_a_complete_base_and_a_new_description(checkout):
+def test_profile_with_based_on_requires_a_complete_base_and_a_new_description(checkout):
     write_profile(checkout, "one", based_on="v2", summary="s", choose_when="c")
     write_profile(checkout, "two", based_on="one", summary="s", choose_when="c")
     write_profile(checkout, "bare", based_on="v2")

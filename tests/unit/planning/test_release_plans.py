@@ -39,7 +39,7 @@ def test_release_digest_changes_only_with_what_affects_the_engine(change, same):
     assert changed.sources[0].digest == base.sources[0].digest
 
 
-def test_release_contains_no_secret_reference():
+def test_release_contains_no_reference_to_a_secret():
     text = to_json(
         plan_of(**{"serve.api_key": {"env": "KEY"}, "hub.token": {"env": "TOK"}}).release
     )
@@ -56,7 +56,7 @@ def test_compile_cache_depends_on_base_image_and_drafts_not_on_plugin():
     assert other_image.cache_dir != ours.cache_dir
 
 
-def test_server_waits_for_disks_of_checkpoint_and_cache():
+def test_server_waits_for_the_checkpoint_and_cache_disks():
     paths = {"models_dir": "/disk-1/models"}
     plan = plan_of("small", "v2", paths=paths)
     drop_in = release_files(plan)[-1].content.decode()

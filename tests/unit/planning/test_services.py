@@ -41,7 +41,7 @@ def with_services(**services):
     return plan_of(services=services, **SHORT)
 
 
-def test_each_service_has_a_separate_release_gateway_and_files():
+def test_each_service_has_its_own_files_gateway_and_release():
     plan = with_services(embed=SMALL)
     main, embed = plan.served
     assert [parse_service(service.release.name) for service in plan.served] == ["main", "embed"]
@@ -119,7 +119,7 @@ def test_suggests_less_memory_for_services_if_main_does_not_fit():
     assert problems_with(int(match[1]) + 1) != []
 
 
-def test_ports_and_files_of_all_services_are_checked_and_kept():
+def test_ports_of_all_services_are_checked_and_their_files_are_kept():
     plan = with_services(embed=SMALL)
     assert plan.preflight.ports == (8000, 8001)
     keep = keep_list(plan)

@@ -60,7 +60,7 @@ def test_long_contexts_cost_less_with_smaller_cache():
     assert speed("auto", 200_000) < speed("fp8", 200_000)
 
 
-def test_estimated_prompt_speed_is_half_of_two_published_sparks():
+def test_estimated_prompt_speed_is_half_the_published_speed_of_two_sparks():
     model = SHIPPED.model("qwen3.5-122b").architecture
     assert 2048 / first_token_s(model, 2048) == pytest.approx(3382 / 2, rel=0.01)
     routed = 48 * 3072 * (9 * 3 * 1024 + 256)
@@ -70,7 +70,7 @@ def test_estimated_prompt_speed_is_half_of_two_published_sparks():
     assert first_token_s(model, 1000, 100_000) == pytest.approx(flops / 2.86e13, rel=0.01)
 
 
-def test_agent_profile_starts_later_turns_sooner_than_v2():
+def test_agent_profile_answers_follow_up_turns_sooner_than_v2():
     agent, v2 = (SHIPPED.profile(name, "qwen3.5-122b") for name in ("agent", "v2"))
     model = SHIPPED.model("qwen3.5-122b").architecture
     turns = [next_turn_s(model, profile, 2112, 130_000, 1000) for profile in (agent, v2)]
@@ -91,7 +91,7 @@ def test_cache_of_agent_profile_holds_four_130k_token_sessions():
     assert 4 * shape.request_blocks(130_000) < 0.65 * blocks
 
 
-def test_turboquant_is_estimated_slower_and_only_for_short_contexts():
+def test_turboquant_estimate_is_slower_and_covers_only_short_contexts():
     v2 = CATALOG.profile("v2", "large")
     turboquant = replace(v2, kv_cache=KvCache(dtype="turboquant_k8v4"))
     speeds = [compute_speed(LARGE.architecture, p).tokens_per_s for p in (turboquant, v2)]

@@ -95,7 +95,7 @@ def read(path, ids, cache_bytes=1 << 16, **more):
     return table, out
 
 
-def test_rounded_rows_are_close_to_published_rows(table_file):
+def test_quantized_rows_are_close_to_published_rows(table_file):
     rows, ids = rows_of_numbers(), [0, 44, 45, 999, 333, 334, 667]
     table, out = read(table_file, ids)
     for row, number in zip(out, ids, strict=True):
@@ -189,7 +189,7 @@ def test_reading_a_file_that_shrinks_fails(table_file):
         table.lookup(np.array([999]), np.empty((1, 90), np.uint8))
 
 
-def test_read_error_of_the_disk_raises_an_error(table_file):
+def test_disk_read_error_raises_an_error(table_file):
     def fail(*_):
         raise OSError(5, "Input/output error")
 
@@ -246,7 +246,7 @@ def test_options_that_contradict_the_checkpoint_are_rejected(tmp_path, spark, ha
         read_table_options({"spark": spark}, tmp_path)
 
 
-def test_ngram_options_return_directory_and_cache_size(tmp_path):
+def test_reads_directory_and_cache_size_from_ngram_options(tmp_path):
     assert read_table_options({"spark": {"lm_head": "int8-triton"}}, tmp_path) is None
     table_path(tmp_path, 1).touch()
     options = read_table_options({"spark": {"ngram_table": "file", "ngram_cache_mib": 7}}, tmp_path)
@@ -273,7 +273,9 @@ def ids_of(tokens, place):
     ("start", "end", "following"),
     [(0, 8, range(8, 16)), (8, 16, range(16, 20)), (0, 1, ()), (1, 4, range(4, 7)), (16, 20, ())],
 )
-def test_rows_of_a_prompts_next_part_are_requested(table_file, monkeypatch, start, end, following):
+def test_rows_for_the_next_part_of_the_prompt_are_requested(
+    table_file, monkeypatch, start, end, following
+):
     table = Table(table_file, 1 << 16)
     prompt = np.random.default_rng(5).integers(0, 1000, 20)
     requested = []

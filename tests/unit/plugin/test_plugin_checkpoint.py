@@ -160,7 +160,7 @@ DAMAGES: dict[str, tuple[Callable[[Checkpoint, str], object], str]] = {
     ),
     "block scales of the wrong shape": (
         lambda tree, layout: tree.retype(fp8(layout, "weight_scale_inv"), "BF16", (2, 3)),
-        r"shape \[2, 3\], but the weight \[384, 256\] needs \[3, 2\]",
+        r"shape \[2, 3\], but a weight of shape \[384, 256\] needs \[3, 2\]",
     ),
     "the drafter's file missing": (
         lambda tree, _: (tree.root / DRAFTER_FILE).unlink(),
@@ -205,7 +205,7 @@ DAMAGES: dict[str, tuple[Callable[[Checkpoint, str], object], str]] = {
         cut_file_short, r"safetensors: unreadable \(it has \d+ bytes, but the header requires",
     ),
     "blocks to quantise do not cover the packed modules": (
-        set_blocks("model.visual"), r"is packed, but has 16 bits in config",
+        set_blocks("model.visual"), r"is packed, but is 16-bit according to config",
     ),
     "blocks to quantise cover a 16-bit drafter": (
         set_blocks(f"{TEXT[:-1]},mtp.layers"),
@@ -373,7 +373,7 @@ def test_rejects_a_packed_drafter_without_a_matching_config(write):
         for part in PACKED:
             tree.add(DRAFTER_FILE, f"{module}.{part}", source[f"{EXPERT}.{part}"])
             tree.list_in(DRAFTER_FILE, f"{module}.{part}")
-    tree.refused("has 16 bits in config")
+    tree.refused("is 16-bit according to config")
     set_blocks(f"{TEXT[:-1]},mtp.layers")(tree, "")
     tree.configure_module(r".*mtp\..*(shared_expert|self_attn).*", bits=16, data_type="float")
     tree.check()

@@ -23,7 +23,7 @@ def test_fastest_kernel_over_all_batches_is_chosen(tmp_path):
     assert [entry.name for entry in path.parent.iterdir()] == ["times.json"]
 
 
-def test_draft_vocabulary_has_low_and_added_token_ids(tmp_path):
+def test_draft_vocabulary_contains_low_token_ids_and_added_token_ids(tmp_path):
     assert choice.frequent_token_ids(tmp_path, 3, vocabulary=8) == [0, 1, 2]
     added = [{"id": 1}, {"id": 6}, {"id": 9, "content": "beyond the rows of the head"}]
     (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
@@ -57,7 +57,7 @@ def test_token_ids_read_from_a_file_keep_their_order(tmp_path):
         ("[]", 1),
     ],
 )
-def test_rejects_missing_and_damaged_files_of_token_ids(tmp_path, text, count):
+def test_rejects_missing_or_damaged_token_id_files(tmp_path, text, count):
     path = tmp_path / "token_ids.json"
     if text is not None:
         path.write_text(text)
@@ -95,7 +95,7 @@ def test_no_kernel_is_chosen_without_a_measurement_file(tmp_path):
 @pytest.mark.parametrize(
     "text", ["", "{}", json.dumps({"measured": {"batches": []}, "choice": "x"})]
 )
-def test_damaged_measurement_file_is_rejected_with_a_fix(tmp_path, text):
+def test_damaged_measurement_file_is_rejected_and_the_error_suggests_a_fix(tmp_path, text):
     path = tmp_path / "times.json"
     path.write_text(text)
     with pytest.raises(ValueError, match="delete the file"):
@@ -119,7 +119,7 @@ def test_batch_limits_of_tiles_increase_and_the_last_tile_has_none():
         assert limits == sorted(set(limits)), name
 
 
-def test_tiles_of_a_table_use_the_same_arithmetic():
+def test_all_tiles_in_a_table_use_the_same_arithmetic():
     for name, tiles in choice.read_table().items():
         assert len({tile.split for tile in tiles}) == 1, name
 

@@ -46,19 +46,19 @@ def test_requirement_rows_can_list_versions_and_refer_to_named_values(tmp_path):
 
 
 WRONG = {
-    "unknown rule": ("requires: {tekes: [a]}", "expected exists, absent"),
-    "two rules": ("requires: {does: [a], contains: b}", "expected exists, absent"),
-    "rule without a value": ("requires: does", "expected exists, absent"),
-    "empty list": ("requires: {does: []}", "expected exists, absent"),
-    "string instead of a list": ("requires: {does: a}", "expected exists, absent"),
+    "unknown rule": ("requires: {tekes: [a]}", "keys exists, absent"),
+    "two rules": ("requires: {does: [a], contains: b}", "keys exists, absent"),
+    "rule without a value": ("requires: does", "keys exists, absent"),
+    "empty list": ("requires: {does: []}", "keys exists, absent"),
+    "string instead of a list": ("requires: {does: a}", "keys exists, absent"),
     "string of parameters": ("requires: {takes: a}", "a list of strings"),
     "string of keywords": ("requires: {takes: [a], keywords: bc}", "a list of strings"),
-    "unknown decorator": ("requires: {takes: [], decorator: cached}", "expected exists, absent"),
-    "unknown key of a requirement": ("requires: {takes: [], keyword: [a]}", "expected exists"),
-    "no requirement": ("", "expected symbol, requires, reason"),
-    "unknown key": ("requires: exists\n  version: [0.30.0]", "expected symbol, requires"),
-    "unsupported engine": ("requires: exists\n  versions: [0.1.0]", "versions from 0.30.0"),
-    "no engine": ("requires: exists\n  versions: []", "versions from 0.30.0"),
+    "unknown decorator": ("requires: {takes: [], decorator: cached}", "keys exists, absent"),
+    "unknown key of a requirement": ("requires: {takes: [], keyword: [a]}", "of the keys exists"),
+    "no requirement": ("", "the keys symbol, requires, reason"),
+    "unknown key": ("requires: exists\n  version: [0.30.0]", "the keys symbol, requires"),
+    "unsupported engine": ("requires: exists\n  versions: [0.1.0]", "versions (from 0.30.0"),
+    "no engine": ("requires: exists\n  versions: []", "versions (from 0.30.0"),
     "number as versions": ("requires: exists\n  versions: 0.30", "not iterable"),
 }
 
@@ -87,7 +87,7 @@ def test_rejects_unknown_names_and_keys_in_requirement_rows(tmp_path):
     row = f"- symbol: $bace.c\n  requires: exists\n  {REASON}"
     with pytest.raises(ValueError, match=r"row 1: .*\$bace\.c.*: unknown name .*, expected base"):
         rules.read_rows(written(tmp_path / "rows.yml", row))
-    with pytest.raises(ValueError, match="expected names, and rows for each file"):
+    with pytest.raises(ValueError, match="expected the key names, and the key rows for each file"):
         rules.read_rows(written(tmp_path / "rows.yml", row, "{base: vllm}\nmore: 1"))
 
 

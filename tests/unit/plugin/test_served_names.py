@@ -78,7 +78,7 @@ def test_requests_for_other_models_are_unchanged(body):
     assert add_defaults(body, {}) == body
 
 
-def test_other_http_methods_are_unchanged():
+def test_requests_with_other_http_methods_are_unchanged():
     assert sent(b'{"model": "fast"}', method="GET")["body"] == b'{"model": "fast"}'
 
 

@@ -135,7 +135,7 @@ def test_healthy_host_passes_for_every_shipped_model_and_profile(host, all_needs
     assert warned == ({"DGX OS"} if HOSTS[host][0].get("dgx-release") == [] else set())
 
 
-def test_rejects_memory_use_of_another_engine_but_not_of_ours(all_needs):
+def test_rejects_memory_used_by_another_engine_but_not_by_ours(all_needs):
     needs = all_needs["qwen3.5-122b with v2"]
     full = memory("free--h-serving--02.txt")
     [problem] = check_survey(needs, host_survey(FIRST_DAY, needs, **full)).problems

@@ -192,7 +192,7 @@ CASES = {
     "docker without sudo": rejected(
         "cannot become root", sudo=["no", "ann"], containers=["unreachable active"]
     ),
-    "incomplete update": warned("torn score 3 against OTA2.2|DGX Dashboard", torn=INCOMPLETE),
+    "incomplete update": warned("torn score 3 relative to OTA2.2|DGX Dashboard", torn=INCOMPLETE),
     "pending reboot": warned("reboot|libc6", reboot=["required", "libc6"]),
     "smaller pool": rejected("119.7 GiB of memory", needs={"memory_total_min_bytes": 200 << 30}),
     "no tailscale, not needed": fits(tailscale=NO_TAILSCALE),
@@ -296,7 +296,7 @@ def test_incomplete_vendor_update_is_rejected_or_warned_about_as_configured(
     rule, refused, warned, score
 ):
     sections = {"torn": [f'{{"name": "OTA2.2", "torn": {score}}}']}
-    words, needs = f"torn score {score} against OTA2.2", {"expect": ExpectSettings(dgx_os=rule)}
+    words, needs = f"torn score {score} relative to OTA2.2", {"expect": ExpectSettings(dgx_os=rule)}
     torn = score[0] in "126"
     Case(sections, [words] * refused * torn, [words] * warned * torn, needs).check()
 

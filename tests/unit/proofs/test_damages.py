@@ -45,7 +45,7 @@ def as_expected() -> dict[str, Any]:
     }
 
 
-def test_damage_proof_passes_with_the_expected_answers(trees: Path) -> None:
+def test_damage_detection_proof_passes_with_the_expected_answers(trees: Path) -> None:
     rows = judge.judge_damages(as_expected(), trees)
     assert [row["passed"] for row in rows] == [True] * len(TRAINED)
 
@@ -60,7 +60,7 @@ def test_damage_proof_passes_with_the_expected_answers(trees: Path) -> None:
         ("swapped", None),
     ],
 )
-def test_damage_proof_fails_with_unexpected_answers(
+def test_damage_detection_proof_fails_with_unexpected_answers(
     trees: Path, name: str, wrong: list[str] | None
 ) -> None:
     answers = {} if wrong is None else result(*wrong)

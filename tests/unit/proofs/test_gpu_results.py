@@ -24,7 +24,7 @@ def test_answers_of_the_trained_model_differ_only_by_noise(name):
     ] == []
 
 
-def test_only_the_turboquant_of_the_plugin_keeps_answers_in_batches():
+def test_only_the_plugins_turboquant_keeps_answers_unchanged_in_batches():
     comparisons = compared("engine-turboquant")
     own = {claim: numbers for claim, numbers in comparisons.items() if "-stock" not in claim}
     (stock,) = [numbers for claim, numbers in comparisons.items() if claim.startswith(STOCK)]

@@ -28,14 +28,14 @@ def broken(results):
         (broken, ["judge", "a", "b"]),
     ],
 )
-def test_engine_without_a_row_and_broken_judge_fail(judge, failed):
+def test_fails_if_an_engine_has_no_row_or_the_judge_is_broken(judge, failed):
     results = {"a": RAN, "b": DIED}
     rows = judge_engines(results, judge, results)
     bad = [entry for entry in rows if entry["passed"] is False]
     assert [(entry["cases"] or [entry["claim"]])[0] for entry in bad] == failed
 
 
-def test_comparison_that_is_only_shown_fails_without_the_engine():
+def test_display_only_comparison_fails_if_its_engine_is_missing():
     assert show(row("a", False, ["a"], diverged=3), "shown")["passed"] is None
     assert show(row("a: ran", False, ["a"], state="died"), "shown")["passed"] is False
 
@@ -54,7 +54,7 @@ def answer(token, probability):
         ((1, 0.9), None, False),
     ],
 )
-def test_concurrent_answers_differ_from_sequential_answers_only_in_doubt(alone, together, passed):
+def test_concurrent_answers_differ_from_sequential_ones_only_on_near_ties(alone, together, passed):
     results = {"wide-a-alone": {**RAN, "recall": [answer(*alone)]}, "wide-a": RAN}
     if together:
         results["wide-a"] = {**RAN, "recall": [answer(*together)]}
@@ -79,7 +79,7 @@ SAME, CHANGED, PARTED = (
         (PARTED, None, False, False),
     ],
 )
-def test_lost_states_must_change_only_turns_with_hits(first, later, intact, damaged):
+def test_losing_states_must_change_only_turns_with_cache_hits(first, later, intact, damaged):
     words = [Word(turn, 0, *word) for turn, word in enumerate((first, later)) if word]
     turn = {"before": {}, "counters": {"prefix_cache_hits": 272}}
     for name, passed in (("talk-cache", intact), (talks.DAMAGED, damaged)):
@@ -87,7 +87,7 @@ def test_lost_states_must_change_only_turns_with_hits(first, later, intact, dama
         assert result["passed"] is passed
 
 
-def test_engine_waits_until_the_gpu_has_memory(monkeypatch, tmp_path):
+def test_engine_waits_until_the_gpu_has_enough_free_memory(monkeypatch, tmp_path):
     def wait(_):
         raise TimeoutError
 
@@ -103,7 +103,7 @@ def test_engine_waits_until_the_gpu_has_memory(monkeypatch, tmp_path):
         pass
 
 
-def test_resumed_run_repeats_only_engines_that_did_not_run(monkeypatch, tmp_path):
+def test_resumed_run_starts_only_engines_that_have_not_run(monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "none")
     cases = [{"name": state, "tree": "tree", "options": {}} for state in ("ran", "refused")]
     for case in cases:

@@ -77,7 +77,7 @@ def test_every_engine_stage_has_a_gpu_test_and_a_result_file():
     assert {f"engine-{stage}" for stage in stages} <= {path.stem for path in RESULTS}
 
 
-def test_make_gpu_serves_every_profile_with_a_stage():
+def test_make_gpu_serves_every_profile_that_has_a_stage():
     tests = (CHECKOUT / "tests/gpu/test_serve.py").read_text("utf-8")
     served = set(re.findall(r'^    "([\w-]+)": "tiny-', tests, re.M))
     files = (CHECKOUT / "catalog/profiles").glob("*.yml")

@@ -27,7 +27,7 @@ ARGUMENTS = [
 
 
 @pytest.mark.parametrize("name", ["qwen3.5-35b", "qwen3.5-122b"])
-def test_full_size_tree_has_the_tensors_and_bytes_of_the_catalog(name):
+def test_full_size_tree_matches_tensor_count_and_size_in_the_catalog(name):
     model = read_catalog().model(name)
     shape = trees.shape_of(asdict(model.architecture))
     sizes = {**original.main_shapes(shape), **original.mtp_shapes(shape)}
@@ -40,7 +40,7 @@ def test_full_size_tree_has_the_tensors_and_bytes_of_the_catalog(name):
 
 
 @pytest.mark.slow
-def test_builder_accepts_the_sources_of_the_slice(tmp_path, monkeypatch):
+def test_builder_accepts_the_sliced_sources(tmp_path, monkeypatch):
     monkeypatch.setattr(build, "names_of", lambda _: set())
     monkeypatch.setattr(trees, "VISION", {**trees.VISION, "hidden": 64, "width": 64})
     model = slice_model()
@@ -60,7 +60,7 @@ def test_builder_accepts_the_sources_of_the_slice(tmp_path, monkeypatch):
     assert made["tensors"] == counts["base"] + counts["mtp"] + counts["swap"] + 2
 
 
-def test_arguments_of_the_server_are_left_out():
+def test_server_arguments_are_omitted():
     assert to_options(ARGUMENTS) == {
         "max_model_len": 4096,
         "enable_prefix_caching": False,

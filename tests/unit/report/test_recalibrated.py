@@ -48,7 +48,7 @@ def test_a_measured_speed_shifts_the_planned_range(tmp_path):
     assert "0.80" in after
 
 
-def test_several_reports_give_the_median(tmp_path):
+def test_several_reports_are_combined_by_their_median(tmp_path):
     write(tmp_path, "spark-report-1.json", host_that_measured(COMPUTED * 0.5))
     write(tmp_path / "reports", "any.json", host_that_measured(COMPUTED * 0.9))
     write(tmp_path / "checkout/reports", "one.json", host_that_measured(COMPUTED * 1.1))
@@ -77,4 +77,4 @@ def test_an_invalid_report_is_reported_and_ignored(tmp_path, capsys):
     (tmp_path / "spark-report-1.json").write_text("# nothing\n")
     write(tmp_path, "spark-report-2.json", host_that_measured(COMPUTED))
     assert plan.read_calibration(tmp_path, CATALOG).reports == 1
-    assert "spark-report-1.json for the computed speed" in capsys.readouterr().err
+    assert "spark-report-1.json when computing the speed" in capsys.readouterr().err

@@ -82,7 +82,7 @@ def test_technical_terms_are_not_redacted(text):
     assert redact_text(text) == text
 
 
-def test_people_and_logins_are_redacted():
+def test_personal_names_and_login_names_are_redacted():
     assert redact_text("https://me:secret@proxy/ of ann@example.org in /home/ann/x") == (
         "https://<redacted>@proxy/ of <redacted> in /home/<redacted>/x"
     )

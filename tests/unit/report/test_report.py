@@ -83,7 +83,7 @@ def test_report_lists_a_host_without_host_tools():
     assert len(result.notes) == 1
     assert (result.serving, result.is_spark) == (None, True)
     older = report_of(HostData(survey_of(), host_status(status_of()), None))
-    assert "another version" in older.notes[0]
+    assert "different version" in older.notes[0]
     assert older.serving.engine.lines == ()
 
 
@@ -123,10 +123,10 @@ def test_additional_services_appear_only_as_a_count():
     services = {"main": {"active": RELEASE}, "embed": {"active": "embed-0123456789ab"}}
     result = report_of(data_of(status_of(services=services)))
     assert result.serving.engine.kv_cache_tokens == ENGINE["kv_cache_tokens"]
-    assert [note[:15] for note in result.notes] == ["1 more services"]
+    assert result.notes == ("this report excludes 1 other running services",)
 
 
-def test_report_omits_and_lists_an_unreachable_host(tmp_path, monkeypatch, capsys):
+def test_report_omits_data_of_an_unreachable_host_but_lists_the_host(tmp_path, monkeypatch, capsys):
     selected = [SimpleNamespace(name=name) for name in ("spark-a3f2", "spark-b7c1")]
     answers = [Answer(selected[0], data_of()), Answer(selected[1], None, "unreachable: no")]
     for name, result in {"select_hosts": selected, "build_plan": PLAN}.items():

@@ -64,7 +64,7 @@ def contents(checkout):
 
 
 @pytest.mark.slow
-def test_new_engine_argument_needs_one_declaration(checkout):
+def test_new_engine_argument_needs_only_one_declaration(checkout):
     declaration, profile = checkout / ARGUMENTS, checkout / "catalog/profiles/v2.yml"
     before = declaration.read_text("utf-8")
     line = next(line for line in before.splitlines(True) if "    max_batched_tokens" in line)

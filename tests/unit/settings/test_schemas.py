@@ -32,7 +32,7 @@ def test_line_breaks_in_key_paths_are_escaped():
 
 
 @pytest.mark.parametrize("path", SCHEMAS, ids=lambda path: path.name)
-def test_schemas_are_valid_reject_unknown_keys_and_have_valid_examples(path):
+def test_schemas_are_valid_and_have_valid_examples_and_reject_unknown_keys(path):
     schema = json.loads(path.read_text("utf-8"))
     jsonschema.Draft202012Validator.check_schema(schema)
     assert schema["$schema"].endswith("2020-12/schema")

@@ -51,7 +51,7 @@ def test_empty_mappings_and_files_change_nothing(root):
     assert load(root)["spark-1"].settings.serve.port == 8000
 
 
-def test_local_machine_reads_host_vars_local(root):
+def test_local_machine_reads_its_settings_from_host_vars_local(root):
     write(root, "host_vars/local.yml", "profile: base\n")
     assert load(root, ["@local"])["@local"].settings.profile == "base"
 
@@ -135,7 +135,7 @@ WRONG = {
     "engine: {options: {1: x}}": "1 is not text",
     "engine: {environment: {HF_TOKEN: x}}": "may be a secret",
     "engine: {environment: {LD_PRELOAD: /cache/x.so}}": "load or run other code",
-    "engine: {environment: {DOCKER_HOST: 'tcp://a'}}": "docker and runtimes",
+    "engine: {environment: {DOCKER_HOST: 'tcp://a'}}": "docker and container runtimes",
     'engine: {environment: {A: "x\\nLD_PRELOAD=/y"}}': "a line break",
     "engine: {max_sequences: 5000}": "5000 is greater than the maximum of 1024",
     "engine: {options: {chat-template: /home/me/chat.jinja}}": "/home/me/chat.jinja is not in",

@@ -86,7 +86,7 @@ def test_release_updates_version_and_changelog_and_creates_a_tag(project):
         ("0.1.9", "VERSION: 0.1.9 is older than 0.2.0"), ("0.2.0", "CHANGELOG.md: 0.2.0"),
     ],
 )  # fmt: skip
-def test_release_rejects_invalid_old_and_existing_versions(project, version, where):
+def test_release_rejects_invalid_older_or_existing_versions(project, version, where):
     before = project.state()
     with pytest.raises(ReleaseError, match=rf"^{where}.*\n  fix: "):
         project.release(version)

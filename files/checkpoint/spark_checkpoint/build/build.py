@@ -60,7 +60,7 @@ def build(plan: BuildPlan, progress: Progress, copies: CopyPlan | None = None) -
         base_bytes = report["rebuild_fetch_bytes"]["base"]
         note(
             f"{plan.out_dir}: the base is no longer needed; "
-            f"after its removal, a rebuild downloads {base_bytes} bytes"
+            f"if you remove it, a rebuild must download {base_bytes} bytes again"
         )
 
 
@@ -119,7 +119,7 @@ class _Build:
         )
         if actual != expected:
             names = ", ".join(sorted({file[0] for file in actual ^ expected})[:5])
-            problem = f"does not match base and plan in {names}"
+            problem = f"does not match the base and the plan in {names}"
             raise ValidationError(files_url, problem, BUILD_LOCALLY)
         report = _make_report(plan.base_dir, hashes, changes, changes.size_bytes)
         self._write_receipt(layout, report, receipt.donor_sha256)

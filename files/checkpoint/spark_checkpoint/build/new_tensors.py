@@ -44,7 +44,7 @@ MODULE_LIMIT = 0.04
 BLOCK_LIMIT = 0.08
 _CHUNK_BYTES = 1 << 20
 _EXPONENT_BITS = {"BF16": 0x7F80, "F16": 0x7C00}
-_FIX = "use FP8 source and base of the same model, at the locked commits"
+_FIX = "use an FP8 source and a base of the same model, at the locked commits"
 _MTP_FIX = "download the FP8 source again, or use the FP8 repository of the same model"
 
 _WEIGHTS_AT_ONCE = 64 << 10  # fits in the processor's cache

@@ -40,7 +40,7 @@ _CHUNK_ROWS = 1 << 16
 _SHARD = re.compile(
     r"(model\.language_model\.layers\.(\d+)\.ple\.ple_embedding\.ngram_embedding)\.shard_(\d+)\.weight"
 )
-_FIX = "use another commit of the base, or set ngram_table to keep"
+_FIX = "use another commit of the base, or set `ngram_table: keep`"
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,7 +130,7 @@ def _check_counts(base: Checkpoint, config: Mapping[str, Any]) -> None:
     for key, pattern in _COUNTED.items():
         planned = len({match[1] for name in base.owner if (match := pattern.match(name))})
         if sizes.get(key, planned) != planned:
-            problem = f"{key} is {sizes[key]}, but the model file lists tensors for {planned}"
+            problem = f"{key} is {sizes[key]}, but the tensors in the model file are for {planned}"
             fix = "download the base again, or correct `tensors` in the model file"
             raise ValidationError(f"{base.directory}/config.json", problem, fix)
 

@@ -127,7 +127,7 @@ class VerifiedSource:
         self._dropper.finish()
         if read_stamp(self._fd) != self._stamp or self._stamp.size_bytes != self._size_bytes:
             fix = "run the command again, and do not change the base during the build"
-            raise ValidationError(str(self._path), "was changed while it was read", fix)
+            raise ValidationError(str(self._path), "changed while it was being read", fix)
 
     def _skip_to(self, offset: int) -> None:
         if offset < self._position:
@@ -144,7 +144,7 @@ class VerifiedSource:
             count = os.readv(self._fd, [window])
             if not count:
                 fix = "download the base again"
-                raise ValidationError(str(self._path), "was truncated while it was read", fix)
+                raise ValidationError(str(self._path), "was truncated while it was being read", fix)
             part = window[:count]
             self._hasher.update(part)
             self._position += count

@@ -283,7 +283,7 @@ class HttpClient:
     def _record_announcement(self, url: str, headers: Mapping[str, str]) -> None:
         commit, requested = headers.get("X-Repo-Commit"), _COMMIT.search(url)
         if commit and requested and commit != requested[1]:
-            problem = f"the hub sent the other commit {commit}"
+            problem = f"the hub sent a different commit: {commit}"
             raise ValidationError(url, problem, "lock the repository again")
         size = headers.get("X-Linked-Size", "")
         tag = headers.get("X-Linked-ETag", "").removeprefix("W/").strip('"')

@@ -145,7 +145,8 @@ class RetryBudget:
             is_slow = is_replaceable and (is_too_long or waited_s >= self._minimum.window_s)
             raise (SlowSourceError if is_slow else TransferError)(
                 self._url,
-                f"no progress in {self._failures} tries and {waited_s:.0f} s; last error: {reason}",
+                f"no progress in {self._failures} attempts over {waited_s:.0f} s; last error: "
+                f"{reason}",
                 "check the network, then run the command again to resume",
             ) from error
         pause_s = min(_PAUSE_LIMIT_S, self._transfer.backoff_s * 2 ** (self._failures - 1))
@@ -153,7 +154,9 @@ class RetryBudget:
         pause_s *= random.uniform(0.5, 1.0)
         pause_s = max(pause_s, requested_s)
         remaining_s = max(0.0, self._outage_s - waited_s)
-        limit = f", for {remaining_s / 60:.0f} more minutes" if remaining_s > _PAUSE_LIMIT_S else ""
+        limit = (
+            f", giving up in {remaining_s / 60:.0f} minutes" if remaining_s > _PAUSE_LIMIT_S else ""
+        )
         note(f"{self._url}: {reason}; trying again in {pause_s:.1f} s{limit}")
         self._paused_s += pause_s
         if self._canceled.wait(pause_s):

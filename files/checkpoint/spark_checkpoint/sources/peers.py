@@ -77,7 +77,7 @@ class Peers:
                 return False
             if time.monotonic() > deadline:
                 for peer in active if expected_s > self._patience_s else ():
-                    note(f"peer: {peer.url} is not used again, because {path} took too long")
+                    note(f"peer: {peer.url} will not be used again, because {path} took too long")
                     peer.skipped_until = float("inf")
                 return False
             if time.monotonic() > next_note:
@@ -146,7 +146,7 @@ class Peers:
                 peer.progress, peer.progressed_at = progress, now
             if now - peer.progressed_at < self._patience_s or peer.skipped_until > now:
                 return peer.skipped_until <= now
-            note(f"peer: {peer.url} is skipped for {SKIP_S:.0f} s: {peer.problem}")
+            note(f"peer: skipping {peer.url} for {SKIP_S:.0f} s: {peer.problem}")
             peer.skipped_until = now + SKIP_S
             return False
 
@@ -202,7 +202,7 @@ def copy_requantized(
     original = {file.path for file in plan.original.files}
     for path in {file.path for file in receipt.files} - original:
         if "/" in path or not path.endswith(_DATA_SUFFIXES):
-            problem = "is not a file of the checkpoint"
+            problem = "is not one of the checkpoint's files"
             raise ValidationError(files_url + quote(path), problem, BUILD_LOCALLY)
     client = HttpClient(transfer, (files_url,), direct=True)
     size_bytes = sum(file.size_bytes for file in receipt.files)
@@ -239,6 +239,9 @@ def _read_receipt(
     if isinstance(plan, BuildPlan) and isinstance(receipt, receipts.CheckpointReceipt):
         locked = plan.donor_sha256
         if locked not in (None, receipt.donor_sha256):
-            problem = f"has FP8 source tensors {receipt.donor_sha256}, but the lock has {locked}"
+            problem = (
+                f"has FP8 source tensors with sha256 {receipt.donor_sha256}, "
+                f"but the lock has {locked}"
+            )
             raise ValidationError(url, problem, BUILD_LOCALLY)
     return receipt

@@ -78,10 +78,10 @@ def check_classification(probe: Probe) -> str:
         text = f"texts in a batch have {sizes} classes, but a single text has {len(alone)}"
         raise CheckError(text)
     if max(abs(a - b) for a, b in zip(alone, batch[1], strict=True)) > 0.02:
-        raise CheckError("a text has other class probabilities in a batch than alone")
+        raise CheckError("a text has different class probabilities in a batch than on its own")
     if len(alone) > 1 and batch[0] == batch[1]:
         raise CheckError("two texts on different subjects have identical class probabilities")
-    return f"{len(alone)} classes, with the same probabilities in a batch"
+    return f"{len(alone)} classes, with the same probabilities alone and in a batch"
 
 
 def _probabilities(probe: Probe, texts: list[str]) -> list[list[float]]:
@@ -237,7 +237,10 @@ def check_log_lines(probe: Probe) -> str:
         if line is None:
             raise CheckError(f"the log ({len(lines)} lines) has no line matching {pattern!r}")
         probe.load_lines.append(line)
-    return f"{len(probe.plan.log_required)} required log lines are present, and no forbidden line"
+    return (
+        f"{len(probe.plan.log_required)} required log lines are present, "
+        "and there are no forbidden lines"
+    )
 
 
 def check_health(probe: Probe) -> str:

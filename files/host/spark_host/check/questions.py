@@ -238,7 +238,7 @@ def check_prefix_reuse(probe: Probe) -> str:
 def _wait_for_hits(probe: Probe, before: float, turn: int) -> float:
     hits = wait_for_value(lambda: _prefix_hits(probe) - before, 1, _COUNTER_WAIT_S)
     if hits <= 0:
-        text = f"turn {turn} of a conversation found no tokens of earlier turns in the cache"
+        text = f"turn {turn} of a conversation found no tokens from earlier turns in the cache"
         raise CheckError(text)
     return hits
 
@@ -297,7 +297,7 @@ def check_sound(probe: Probe) -> str:
         probe.tokens_seen += answer.tokens
         counts.append(answer.prompt_tokens)
     result = (
-        f"{_SECONDS[0]} s of sound took {counts[0]} tokens, {_SECONDS[1]} s took {counts[1]} tokens"
+        f"{_SECONDS[0]} s of audio took {counts[0]} tokens, {_SECONDS[1]} s took {counts[1]} tokens"
     )
     if not counts[1] > counts[0]:
         raise CheckError(result)

@@ -246,7 +246,7 @@ def wait_until_joined(membership: Membership, report: Report) -> Finding:
     def poll(_: float) -> _Verdict | None:
         if problem := membership.problem():
             return False, problem
-        return (True, "this host has joined the head") if membership.complete else None
+        return (True, "this host has joined the head's cluster") if membership.complete else None
 
     return _wait("joined", "join", poll, report, lambda _: "joining the head")
 

@@ -78,7 +78,7 @@ def measure(release: Release, paths: Paths, limit_s: float, report: Report) -> d
         raise NotMeasuredError(f"the speed was not measured: {error}") from error
     # The engine may count drafts that it does not send.
     if other_tokens > 0.05 * tokens + 16:
-        text = "the speed was not measured, because the engine served other requests"
+        text = "the speed was not measured, because the engine was serving other requests"
         raise NotMeasuredError(text)
     return {
         "at": files.now(),

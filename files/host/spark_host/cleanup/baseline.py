@@ -215,7 +215,11 @@ def changed_shared_files(
         if current is None or current == original:
             continue
         has_original = before is not None or original is not None
-        reason = "" if has_original else "the earlier content is unknown; remove our lines manually"
+        reason = (
+            ""
+            if has_original
+            else "the earlier content is unknown; manually remove the lines that spark-deploy added"
+        )
         if path == footprint.daemon_json:
             if _without_our_keys(current, original, footprint) == _parse(current):
                 continue

@@ -99,13 +99,13 @@ def read_manifest(footprint: Footprint, paths: Paths) -> UninstallManifest:
         items += [*baseline.changed_host_settings(footprint, before), *packages]
     items += [*baseline.package_leftovers(before, paths), *_tools_and_records(paths)]
     if items:
-        reason = "this project needs it to log in"
+        reason = "spark-deploy needs it to log in"
         access = (path for path in footprint.access_files if paths.below(path).exists())
         items += [ManagedItem("access", path, 0, reason) for path in access]
     items += _empty_folders(footprint, before, paths) if deployed else []
     if (paths.state / baseline.RECORD_NAME).exists():
         needed = any(item.kept_because and item.kind in _NEEDS_BASELINE for item in items)
-        reason = "a later uninstall of the kept resources needs it" if needed else ""
+        reason = "it is needed to uninstall the kept resources later" if needed else ""
         items.append(ManagedItem(_BASELINE, str(paths.state / baseline.RECORD_NAME), 0, reason))
     return UninstallManifest(before.at if before else None, tuple(items))
 

@@ -245,7 +245,7 @@ class Engine:
                 on_error.pop_all()
         except (ConnectionRefusedError, FileNotFoundError) as error:
             # vLLM listens after it has loaded the model.
-            raise EngineError("no process listens on the engine's socket") from error
+            raise EngineError("no process is listening on the engine's socket") from error
         except (TimeoutError, BlockingIOError) as error:  # BlockingIOError: the queue is full
             raise EngineTimeoutError(f"{method} {path}: no response in time") from error
         except (OSError, HTTPException, HostToolError, ValueError) as error:

@@ -86,7 +86,7 @@ class MemoryFloor:
         self.low_samples = self.low_samples + 1 if available < self.bytes else 0
         if self.low_samples < _LOW_SAMPLES:
             return None
-        text = f"{available / GIB:.2f} GiB of memory are available"
+        text = f"{available / GIB:.2f} GiB of memory is available"
         return f"{text}, but the floor is {self.bytes / GIB:.2f} GiB"
 
 

@@ -120,7 +120,7 @@ def find_problem(release: Release, paths: Paths) -> HostToolError | None:
         docker.gpu_arguments(paths)
         needed_gib, total_gib = release.memory.needed_bytes / GIB, meminfo()["MemTotal"] / GIB
         if needed_gib > total_gib:
-            message = f"{needed_gib:.1f} GiB are needed, but the host has only {total_gib:.1f} GiB"
+            message = f"{needed_gib:.1f} GiB is needed, but the host has only {total_gib:.1f} GiB"
             raise HostToolError("memory", message, "choose a smaller model, context or profile")
         verify_checkpoints(release, log)
     except HostToolError as error:
@@ -158,7 +158,8 @@ def wait_for_turn(release: Release, host: Host, report: Report) -> None:
     while (other := _claim_turn(release, host)) is not None:
         if host.clock.monotonic() > deadline:
             report(
-                f"{PHASE}turn starting now, because {other} is still starting after the time limit"
+                f"{PHASE}turn starting now, "
+                f"because {other} did not finish starting within the time limit"
             )
             return
         report(f"{PHASE}turn waiting until {other} has started")
@@ -272,7 +273,7 @@ def _verify_changed_files(path: Path, report: Report) -> None:
         return
     report(
         f"{PHASE}verify hashing {len(touched)} of {len(receipt.files)} files of {path} again, "
-        f"because they changed after the last hash, for example {touched[0]}"
+        f"because they changed since they were last hashed (for example {touched[0]})"
     )
     # This takes minutes; the progress goes to the journal.
     result = subprocess.run(

@@ -102,7 +102,7 @@ def find_difference(service: str, paths: Paths) -> str | None:
         if missing := listeners.planned_listeners(settings).missing:
             return missing
         if not is_current(settings, paths):
-            return "settings or key changed after the last reload"
+            return "the settings or the key changed since the last reload"
     except HostToolError as error:
         return str(error)
     return _wrong_addresses(settings, master)
@@ -155,7 +155,7 @@ def _wrong_addresses(settings: Gateway, master: int) -> str | None:
     if planned == actual:
         return None
     texts = [", ".join(sorted(addresses)) or "no address" for addresses in (actual, planned)]
-    return f"listens on {texts[0]} instead of {texts[1]} at port {settings.port}"
+    return f"listens on {texts[0]} instead of {texts[1]} on port {settings.port}"
 
 
 def _master_pid(service: str, paths: Paths) -> int | None:

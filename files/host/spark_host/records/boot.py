@@ -106,7 +106,7 @@ def stop_until_request(release: Release, host: Host) -> None:
 
 
 def allow_start(service: str, host: Host) -> None:
-    """Remove the marker of a service that waits for a request."""
+    """Remove the marker of a service that is waiting for a request."""
     with _marker_lock(service, host):
         if waits_for_request(service, host):
             host.disk.remove(host.paths.stopped(service))
@@ -122,7 +122,7 @@ def reason_not_to_start(release: Release, host: Host) -> str | None:
         command = f"spark-host start-service {release.service}"
         return f"service {release.service} was stopped on purpose; run `{command}`"
     if waits_for_request(release.service, host):
-        return f"service {release.service} waits for a request"
+        return f"service {release.service} is waiting for a request"
     good = _other_known_good(release, host)
     return f"the last known-good release is {good}" if good else None
 

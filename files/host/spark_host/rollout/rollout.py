@@ -241,7 +241,7 @@ def plan_rollback(service: str, name: str | None, host: Host) -> Rollback:
         if target == current:
             done = f"this host already serves {target}"
             if last := boot.last_rollback(service, host):
-                done = f"{target} has replaced {last.from_release} since {last.at}; "
+                done = f"{target} replaced {last.from_release} at {last.at}; "
                 done += "to go further back, use `--to RELEASE`"
             return Rollback(from_release, to, done=done)
         _reject_incomplete(host.disk.load_release(target, host.paths), host)

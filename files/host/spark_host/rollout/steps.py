@@ -182,7 +182,7 @@ def drain(old: Release, host: Host, record: Record) -> None:
             record.report(f"{PHASE}drain {progress} left_s={deadline - reported:.0f}")
         host.clock.sleep(0.2)
     limit_s = old.timeouts.drain_s
-    record.report(f"{PHASE}drain aborting the requests that still run after {limit_s:.0f} s")
+    record.report(f"{PHASE}drain aborting the requests still running after {limit_s:.0f} s")
 
 
 def stop(unit: str, host: Host) -> HostToolError | None:

@@ -32,7 +32,8 @@ def rank(release: Release, paths: Paths) -> int:
     if len(ranks) != 1:
         named = ", ".join(f"{member.host} {member.address}" for member in members)
         message = (
-            f"this host must have one of the members' addresses ({named}), but has {len(ranks)}"
+            f"this host must have exactly one of the members' addresses ({named}), "
+            f"but has {len(ranks)}"
         )
         fix = "restore the host's address on the fabric, or deploy all members again"
         raise HostToolError(f"cluster of {release.name}", message, fix)

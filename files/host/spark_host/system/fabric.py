@@ -59,7 +59,7 @@ def set_addresses(args: Sequence[str], paths: Paths) -> int:
             case ["restore"] | ["restore", "--unconfirmed"]:
                 _restore(paths, unconfirmed=len(args) == 2)
             case _:
-                usage = "use try, settled, confirm or restore"
+                usage = "use `try`, `settled`, `confirm` or `restore`"
                 raise HostToolError("fabric", f"invalid arguments {list(args)}", usage)
     return 0
 
@@ -88,7 +88,7 @@ def _start_trial(plan: status.FabricPlan, paths: Paths) -> None:
     ]  # fmt: skip
     try:
         _run_checked(["netplan", "generate"], "netplan rejects the file")
-        _run_checked(timer, "systemd rejects the timer that restores the network")
+        _run_checked(timer, "systemd rejected the timer that restores the network")
     except HostToolError:
         files.remove(trial)
         raise
@@ -184,7 +184,7 @@ def _wait_until_settled(paths: Paths) -> status.FabricRecord:
         fix = "check the new network, then run the command again"
         raise HostToolError(
             "fabric",
-            "no login confirmed the new network in time, so the host restores the old network",
+            "no login confirmed the new network in time, so the host is restoring the old network",
             fix,
         )
     record = files.load(status.FabricRecord, paths.below(_TRIAL_RECORD), "no record of the trial")

@@ -103,7 +103,7 @@ def _certificates(running: list[Release], paths: Paths) -> Iterator[Problem]:
         if days < CERTIFICATE_DAYS:
             date = f"{expiry:%Y-%m-%d}, in {days:.0f} days"
             message = f"the certificate of {service} expires on {date}"
-            fix = "renew it, then deploy again; private-ca renews it automatically"
+            fix = "renew it, then deploy again; a private-ca certificate is renewed automatically"
             yield Problem("certificate", message, fix)
 
 
@@ -127,10 +127,13 @@ def _disks(running: list[Release], paths: Paths) -> Iterator[Problem]:
         stats = os.statvfs(folder)
         free = stats.f_bavail * stats.f_frsize
         if free < FREE_BYTES:
-            message = f"{free / GIB:.1f} GiB are free on the disk of {folder}"
+            message = f"{free / GIB:.1f} GiB is free on the disk that holds {folder}"
             yield Problem("disk", message, "run `spark-deploy prune`, or see `df -h`")
         if stats.f_files and stats.f_favail < FREE_INODES_SHARE * stats.f_files:
-            message = f"{stats.f_favail} of {stats.f_files} inodes are free on the disk of {folder}"
+            message = (
+                f"{stats.f_favail} of {stats.f_files} inodes are free on the disk that holds "
+                f"{folder}"
+            )
             fix = "run `du --inodes -x / | sort -n` to find the directories with the most files"
             yield Problem("disk", message, fix)
 
@@ -174,7 +177,7 @@ def _stale_proof_problems(running: list[Release], host: Host) -> Iterator[Proble
         if age_s is None:
             yield Problem("proof", f"{release.name} runs without a proof", "run `spark-check`")
         elif age_s > PROOF_DAYS * _DAY_S:
-            message = f"{release.name} passed its last check {age_s / _DAY_S:.0f} days ago"
+            message = f"{release.name} last passed a check {age_s / _DAY_S:.0f} days ago"
             yield Problem("proof", message, "run `spark-check`")
 
 

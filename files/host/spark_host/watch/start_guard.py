@@ -71,11 +71,11 @@ class StartGuard:
         texts = []
         if lines:
             texts.append(
-                f"the GPU driver failed to allocate memory {lines} times during the start "
+                f"the GPU driver failed to allocate memory {lines} times during startup "
                 "(NV_ERR_NO_MEMORY in the kernel log)"
             )
         if self._fragmented is not None:
-            texts.append(f"memory was fragmented at the start: {self._fragmented}")
+            texts.append(f"memory was fragmented at startup: {self._fragmented}")
         return "; ".join(texts), bool(texts) and (not ready or len(texts) == 2)
 
     def _sample(self) -> None:
@@ -111,7 +111,7 @@ class StartGuard:
             self._stop.wait(_SAMPLE_INTERVAL_S)
 
     def _kill(self, reason: str) -> None:
-        stopped = f"{reason}; the engine was killed during its start"
+        stopped = f"{reason}; the engine was killed during startup"
         # Set before the kill, because the check ends with the engine and reads the reason.
         self.kill_reason = f"{stopped}; fix: {_FIX}"
         # Kill before writing the event, which could block while memory is short.

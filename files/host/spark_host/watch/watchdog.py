@@ -72,7 +72,7 @@ class StallDetector:
         if flat_s < self.plan.stall_s:
             return None
         running = f"{metrics.running:.0f} requests are running"
-        return f"{running}, but no token has been read or written for {flat_s:.0f} s"
+        return f"{running}, but no token has been processed or generated for {flat_s:.0f} s"
 
 
 class ClusterWatch:

@@ -33,12 +33,12 @@ def compile_kernels() -> tuple[list[str], list[str]]:
         try:
             usages = dict(compile_all())
         except ImportError as error:
-            return [], [f"the LM head kernels were not compiled: {error}"]
+            return [], [f"the LM head kernels could not be compiled: {error}"]
         except Exception as error:  # an incompatible Triton, or an assembler without sm_121
             message = f"{type(error).__name__}: {' '.join(str(error).split())[-300:]}"
             if type(error).__name__ == "PTXASError":
                 return [f"the LM head kernels: the assembler rejects sm_{SPARK}: {message}"], []
-            return [], [f"the LM head kernels were not compiled: {message}"]
+            return [], [f"the LM head kernels could not be compiled: {message}"]
     problems = [
         f"{name}: needs {usage.shared_bytes} bytes of shared memory, but a Spark has {SHARED_BYTES}"
         for name, usage in usages.items()

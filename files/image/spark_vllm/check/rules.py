@@ -257,7 +257,7 @@ def read_rows(path: Path) -> tuple[Row, ...]:
                         where = f"{path}: {file}: row {number}: {entry}"
                         rows.append(_parse_row(entry, file, names))
                 return tuple(rows)
-        raise ValueError("expected names, and rows for each file")
+        raise ValueError("expected the key names, and the key rows for each file")
     except (yaml.YAMLError, TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error}; fix: use the format of the other rows") from error
 
@@ -271,7 +271,7 @@ def _parse_row(entry: Any, file: str, names: Mapping[str, str]) -> Row:
                 name, rule = _expand_symbol(symbol, names), _parse_rule(requirement)
                 return Row(name, rule, reason, file, versions)
     engines = ", ".join(SUPPORTED_ENGINES)
-    raise ValueError(f"expected symbol, requires, reason, and versions from {engines}")
+    raise ValueError(f"expected the keys symbol, requires, reason, and versions (from {engines})")
 
 
 def _expand_symbol(text: str, names: Mapping[str, str]) -> str:
@@ -302,8 +302,8 @@ def _parse_rule(requirement: Any) -> Rule:
         case {"does_not": [_, *_] as expressions} if len(requirement) == 1:
             return Does(_parse_strings(expressions), expected=False)
     raise ValueError(
-        "expected exists, absent, inherits, contains, maps, does, does_not, "
-        "or takes with keywords and decorator"
+        "expected one of the keys exists, absent, inherits, contains, maps, does, does_not, "
+        "or takes (with keywords and decorator)"
     )
 
 

@@ -200,7 +200,7 @@ def _check_fp8(headers: Headers, settings: Settings, module: str) -> Iterator[st
         if len(shape) != 2 or headers.tensors[scale].shape != needed:
             yield (
                 f"{scale}: has shape {list(headers.tensors[scale].shape)}, "
-                f"but the weight {list(shape)} needs {list(needed)}"
+                f"but a weight of shape {list(shape)} needs {list(needed)}"
             )
 
 
@@ -216,7 +216,10 @@ def _check_packed(headers: Headers, settings: Settings) -> Iterator[str]:
             continue
         bits = _inc_bits(settings, module)
         if bits is None:
-            yield f"{module}: is packed, but has 16 bits in config.json (block_name_to_quantize)"
+            yield (
+                f"{module}: is packed, "
+                "but is 16-bit according to config.json (block_name_to_quantize)"
+            )
             continue
         yield from _check_dtype(headers, name, ("I32",))
         yield from _check_dtype(headers, f"{module}.scales{suffix}", FLOATS)

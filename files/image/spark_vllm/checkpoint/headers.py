@@ -56,7 +56,7 @@ def read_headers(directory: Path) -> Headers:
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
             f"{directory / INDEX}: unreadable ({type(error).__name__}: {error}); "
-            "fix: pass the directory of a checkpoint that a deploy built"
+            "fix: pass the directory of a checkpoint built by a deploy"
         ) from error
     problems: list[str] = []
     tensors: dict[str, Tensor] = {}

@@ -129,7 +129,8 @@ def check_expert_width(module: str, width: int, group_size: int) -> None:
     """
     if width <= group_size:
         raise ValueError(
-            f"{module}: experts are {width} wide on this device, and scale groups {group_size}; "
+            f"{module}: experts are {width} wide on this device, "
+            f"and scale groups are {group_size} wide; "
             "the engine would misorder the scales of gate and up, and return wrong answers; "
             f"fix: lower --tensor-parallel-size until experts are wider than {group_size}"
         )

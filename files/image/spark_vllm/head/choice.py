@@ -84,7 +84,8 @@ def read_choice(path: Path, setup: HeadSetup) -> str | None:
             raise ValueError(f"unknown choice {choice!r}")
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{path}: {error!r}; fix: delete the file, so that the next start measures again"
+            f"{path}: {error!r}; fix: delete the file, "
+            "so that the next start repeats the measurement"
         ) from error
     return choice if stored == asdict(setup) else None
 
@@ -93,7 +94,7 @@ def save_fastest(path: Path, setup: HeadSetup, times: Times) -> str:
     """Save the times and the fastest kernel; return the kernel."""
     choice = select_fastest(times)
     content = {
-        "about": "Microseconds of the LM head, medians of CUDA-graph replays on this machine.",
+        "about": "LM head times in microseconds: medians of CUDA-graph replays on this machine.",
         "measured": asdict(setup),
         "us": {
             kernel: {str(batch): us for batch, us in row.items()} for kernel, row in times.items()

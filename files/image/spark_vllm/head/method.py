@@ -84,7 +84,7 @@ def read_head_options() -> HeadOptions | None:
         )
     if draft_vocabulary is not None and config.parallel_config.tensor_parallel_size > 1:
         raise ValueError(
-            "--additional-config: spark.draft_vocabulary: does not work with several GPUs; "
+            "--additional-config: spark.draft_vocabulary: does not work with multiple GPUs; "
             "fix: remove the option, or use one GPU"
         )
     speculation = config.speculative_config
@@ -200,7 +200,7 @@ class Int8Head(QuantizeMethodBase):
         if choice is None:
             times = measure_kernels(weight, values, scales, setup.batches)
             choice = save_fastest(path, setup, times)
-            logger.info("spark int8-triton head: us at batches: %s", times)
+            logger.info("spark int8-triton head: time in us by batch size: %s", times)
         return choice
 
     def apply(
