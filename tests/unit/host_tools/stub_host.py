@@ -53,7 +53,7 @@ def release_data(name: str = RELEASE, **changes: Any) -> dict[str, Any]:
         "memory": {"needed_bytes": 1, "wait_s": 1, "floor_bytes": 1},
         "timeouts": {"start_s": 3, "stop_s": 2, "drain_s": 2},
         "check": {
-            "timeout_s": 1.5, "max_model_len": 4096,
+            "timeout_s": 6, "max_model_len": 4096,
             "questions": [
                 {"prompt": "What is the capital of France?", "expect": "Paris", "max_tokens": 32},
                 {"prompt": "What is 7823 * 4519?", "expect": "^35352137$", "max_tokens": 32},

@@ -169,7 +169,8 @@ def test_reference_page_lists_every_check_with_level_and_severity():
     ],
 )
 def test_broken_engine_fails_the_quick_check(host, fault, message):
-    failures = failed(check(host, host.serving(fault), "quick"))
+    timeout_s = 2 if fault == "wedge" else 6
+    failures = failed(check(host, host.serving(fault, check__timeout_s=timeout_s), "quick"))
     assert message in failures["first answer"]
     also = {"counters", "metrics"} if fault == "error-500" else set()
     assert set(failures) == {"first answer", *also}
