@@ -77,7 +77,7 @@ def _numbers_option(name: str, minimum: int, text: str) -> Callable[..., Any]:
 @click.option("--tools", is_flag=True, help="Score 20 tool calls; same as --protocol tools.")
 @service_option("Use this service instead of the main one.")
 @click.option("--compare", metavar="FILE", type=FILE, multiple=True, help="Compare result files.")
-@_numbers_option("--depths", 0, "Context depths of llama-benchy.")
+@_numbers_option("--depths", 0, "Context depths for llama-benchy to measure.")
 @_numbers_option("--clients", 1, "Concurrent clients.")
 @click.option("--pp", "prompt_tokens", type=_COUNT, metavar="N", help="Tokens per prompt.")
 @click.option("--tg", "answer_tokens", type=_COUNT, metavar="N", help="Tokens per answer.")

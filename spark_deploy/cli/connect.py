@@ -58,7 +58,10 @@ _PORT_FIX = "stop the program that uses this port, then run the command again"
 
 @click.command
 @click.option(
-    "--for", "client", type=click.Choice([*CLIENTS, *ROUTERS]), help="Set up this client."
+    "--for",
+    "client",
+    type=click.Choice([*CLIENTS, *ROUTERS]),
+    help="Print the setup of this client.",
 )
 @service_option("Use this service instead of the main one.")
 @click.option("--tunnel", is_flag=True, help="Keep SSH tunnels open until Ctrl-C.")

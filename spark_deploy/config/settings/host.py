@@ -208,10 +208,10 @@ class ReplicasSettings:
     hosts: tuple[Text, ...] = Field(
         default=(), examples=[["spark-1", "spark-2"]], json_schema_extra=UNIQUE
     )
-    """Inventory names of hosts with the same model. Each host forwards a request to the host
-    with the fewest running requests among those that passed their checks, and all requests of a
-    conversation to the same host. All hosts need the same settings and serve.api_key, so use
-    group_vars."""
+    """Inventory names of hosts with the same model. Each host forwards a new conversation to the
+    host with the fewest running requests among those that passed their checks. Later requests of
+    the conversation go to the same host. All hosts need the same settings and serve.api_key, so
+    use group_vars."""
     port: int = Field(default=8008, ge=1, le=65535, description="Shared port of the replicas.")
     # Filled by the inventory: fleet.address of each host, or its address for clients.
     addresses: SkipJsonSchema[dict[str, str]] = Field(default_factory=dict, exclude=True)

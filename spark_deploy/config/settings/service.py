@@ -276,8 +276,8 @@ class MemorySettings:
     total_gib: Gib = Field(default=119.7, gt=0)
     """MemTotal of the host: 119.7 on a 128 GB Spark; newer units show 121.7."""
     reserve_gib: Gib = Field(default=12, ge=1)
-    """Memory for the system and other workloads. The engine stops if less than 4 GiB and less than
-    half of this reserve is available."""
+    """Memory for the system and other workloads. The engine stops if available memory falls
+    below 4 GiB or half of this reserve, whichever is smaller."""
     start_wait_s: int = Field(default=300, ge=0)
     """Maximum seconds to wait before a start until a stopped engine has freed memory."""
 

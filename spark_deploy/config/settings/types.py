@@ -121,9 +121,9 @@ class Settings:
                    {"at": "20:00", "model": "qwen3.5-122b", "profile": "agent"}]],
         json_schema_extra=UNIQUE,
     )  # fmt: skip
-    """Times at which a host switches to a model and profile. The model and profile of each entry
-    must be the default or in keep_ready, and the default needs an entry too. A deploy does not undo
-    a scheduled switch."""
+    """Times at which a host switches to a model and profile. Each entry's model and profile
+    must be the host's default or listed in keep_ready, and the schedule needs an entry for the
+    default too. A deploy does not undo a scheduled switch."""
     services: dict[str, ServiceSettings] = Field(
         default_factory=dict,
         examples=[{"embed": {"model": "qwen3-embedding", "profile": "plain", "port": 8001,

@@ -67,7 +67,7 @@ def send_end_slowly(handler, data):
     rest = send_head(handler, data)
     handler.wfile.write(rest[:-8000])
     for at in range(max(0, len(rest) - 8000), len(rest), 1000):
-        time.sleep(0.5)
+        time.sleep(0.3)
         handler.wfile.write(rest[at : at + 1000])
 
 

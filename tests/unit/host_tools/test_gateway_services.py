@@ -290,7 +290,7 @@ def random_body(rng):
 
 
 @pytest.mark.slow
-def test_model_name_scanner_agrees_with_python(services):
+def test_model_name_scanner_agrees_with_pythons_json_parser(services):
     rng, routed = random.Random(7), 0
     for _ in range(300):
         text = random_body(rng)

@@ -42,7 +42,7 @@ def test_every_result_file_records_its_origin_and_has_a_make_target():
 
 
 @pytest.mark.parametrize(("whole", "parts"), WHOLE.items())
-def test_gpu_all_and_cpu_all_run_every_partial_target(whole, parts):
+def test_gpu_all_and_cpu_all_include_every_gpu_and_cpu_target(whole, parts):
     run = set(commands(whole))
     for part in parts:
         fragments = ("pytest", ".json", " -m ")
