@@ -175,7 +175,7 @@ class Settings:
     expect: ExpectSettings = Field(default_factory=ExpectSettings)
     reboot: Literal["report", "allow"] = "report"
     """Action for a pending reboot (new kernel or driver). report: only print it. allow: reboot
-    hosts one after another, at most once for each cause, and check each host."""
+    hosts in sequence, at most once for each cause, and check each host."""
     takeover: tuple[ContainerName, ...] = Field(
         default=(), examples=[["old-vllm"]], json_schema_extra=UNIQUE
     )
