@@ -80,7 +80,7 @@ def plan_for(host: Host) -> HostPlan:
 
 
 def ports_of(members: Sequence[str]) -> dict[str, Ports]:
-    """Return the network ports by host. Raises PlanError if a host is not in this run."""
+    """Return the network ports of each host. Raises PlanError if a host is not connected."""
     hosts = {host.name: host for host in inventory}
     absent = [name for name in members if name not in hosts or not hosts[name].connected]
     if absent:
@@ -101,7 +101,7 @@ class UnreadRepository(NamedTuple):
 def unverified_builds(
     settings: Settings, catalog: Catalog, lock: Lock
 ) -> Iterator[tuple[VerifiedNames, BuildPlan]]:
-    """Yield builds whose tensor names the lock file does not verify."""
+    """Yield the names and plan of each build that the lock does not record as verified."""
     for served in settings.all_models:
         if served.checkpoint.source == "requantized":
             continue  # the host makes this base, so the builder verifies the names
@@ -120,7 +120,7 @@ def unread_repositories(
         model = catalog.model(served.model)
         profile = catalog.profile(served.profile, served.model)
         required: list[tuple[str, str, tuple[str, ...]]] = [
-            (*source, ()) for source in companion_repositories(model, profile)
+            (repo, revision, ()) for repo, revision in companion_repositories(model, profile)
         ]
         if isinstance(model, PlainModel):
             required.append((model.repository, model.revision, model.leave_out))
@@ -131,7 +131,7 @@ def unread_repositories(
 
 
 def read_headers(settings: Settings, catalog: Catalog, lock: Lock, log: Log) -> Lock:
-    """Return the lock with headers of published repositories."""
+    """Read the headers that the lock lacks, and return the lock with them."""
     for repository, commit, leave_out in dict.fromkeys(
         unread_repositories(settings, catalog, lock)
     ):
@@ -143,7 +143,7 @@ def read_headers(settings: Settings, catalog: Catalog, lock: Lock, log: Log) -> 
 
 
 def verify_names(settings: Settings, catalog: Catalog, lock: Lock, log: Log) -> Lock:
-    """Return the lock after comparing the tensor names of every build with the catalog.
+    """Compare tensor names of builds with the catalog; return the lock with the results.
 
     Raises LockError if names differ, HeadersUnavailableError if the hub does not respond.
     """
@@ -151,11 +151,11 @@ def verify_names(settings: Settings, catalog: Catalog, lock: Lock, log: Log) -> 
     for names, build in unverified_builds(settings, catalog, lock):
         verified = headers.check_sources(names, build, settings.hub)
         lock = lock.with_entries(names=[verified])
-        counts = [(verified.base, verified.base_tensors), (verified.donor, verified.donor_tensors)]
-        sources = [
-            f"{count:,} names in {source.split('@')[0]}" for source, count in counts if source
-        ]
-        log(f"  {names.build}: {' and '.join(sources)} match the catalog")
+        compared = f"{verified.base_tensors:,} names in {verified.base.split('@')[0]}"
+        if verified.donor:
+            repository = verified.donor.split("@")[0]
+            compared += f" and {verified.donor_tensors:,} names in {repository}"
+        log(f"  {names.build}: {compared} match the catalog")
     return lock
 
 
@@ -169,11 +169,11 @@ def verify_names_if_online(settings: Settings, catalog: Catalog, lock: Lock, log
 
 
 def verified_lock(settings: Settings, catalog: Catalog, path: Path, lock: Lock, log: Log) -> Lock:
-    """Return the verified lock of a deploy; write it, unless ``locked`` is ``required``."""
+    """Verify the lock of a deploy and write it; if ``locked`` is ``required``, only check it."""
     if settings.locked == "required":
         for names, _ in unverified_builds(settings, catalog, lock):
             log(f"{path.name}: tensor names in {names.build} have not been verified; {_LOCK_FIX}")
-        unread = next(iter(unread_repositories(settings, catalog, lock)), None)
+        unread = next(unread_repositories(settings, catalog, lock), None)
         if unread is not None:
             message = f"the headers of {unread.repository} have not been read yet"
             raise LockError.single(path.name, message, _LOCK_FIX)
@@ -195,7 +195,7 @@ def read_inventory(
 ) -> dict[str, dict[str, Any]]:
     """Run an inventory without pyinfra; return pyinfra's data for each selected host.
 
-    This adds settings to plain pyinfra inventories.
+    Hosts of plain pyinfra inventories also get settings. ``path`` can be a list of hosts.
     """
     hosts = [] if path.exists() else _parse_host_names(str(path))
     if not hosts and not path.is_file():
@@ -212,19 +212,19 @@ def read_inventory(
     }
     if not data_by_host:
         raise _no_host_error(path)
-    contexts = {name: data[CONTEXT_KEY].loaded for name, data in data_by_host.items()}
-    if not hosts and (problems := list(unknown_host_problems(contexts))):
+    loaded = {host: host_data[CONTEXT_KEY].loaded for host, host_data in data_by_host.items()}
+    if not hosts and (problems := list(unknown_host_problems(loaded))):
         raise SettingsError(problems)
-    names = {name: [host for host, _ in group[0]] for name, group in groups.items()}
-    selected = select_hosts({"limit": limit, "exclude": exclude}, names, path.stem)
+    hosts_by_group = {name: [host for host, _ in members] for name, (members, _) in groups.items()}
+    selected = select_hosts({"limit": limit, "exclude": exclude}, hosts_by_group, path.stem)
     return {host: data_by_host[host] for host in selected}
 
 
 def check_inventory() -> None:
     """Raise SettingsError if the inventory is missing or has no host.
 
-    pyinfra would continue without hosts and exit 0, so ``config.py``, which it reads first, calls
-    this function.
+    Without hosts, pyinfra would exit 0. ``config.py`` calls this function, because pyinfra reads
+    that file first.
     """
     path = Path(inventory_argument())
     if path.suffix != ".py" or not path.is_file() or "group_from" in path.read_text("utf-8"):
@@ -258,7 +258,7 @@ def _parse_host_names(inventory: str) -> list[str]:
 def _run_inventory(path: Path) -> dict[str, Any]:
     """Run an inventory file; return its groups, which are host lists or (host list, data)."""
     try:
-        names = runpy.run_path(str(path))
+        variables = runpy.run_path(str(path))
     except SettingsError:
         raise
     except Exception as error:
@@ -266,22 +266,23 @@ def _run_inventory(path: Path) -> dict[str, Any]:
         if any(Path(frame.filename).is_relative_to(_PACKAGE) for frame in frames[1:]):
             raise  # an error in this package, not in the inventory file
         last = frames[-1]
-        line = getattr(error, "lineno", None) if isinstance(error, SyntaxError) else None
-        line = line or (last.lineno if Path(last.filename).name == path.name else None)
+        line = error.lineno if isinstance(error, SyntaxError) else None
+        if not line and Path(last.filename).name == path.name:
+            line = last.lineno
         where = f"{path} line {line}" if line else str(path)
         message = f"cannot run: {type(error).__name__}: {error}"
         raise SettingsError.single(where, message, "correct the inventory file") from error
     return {
         name: value
-        for name, value in names.items()
+        for name, value in variables.items()
         if not name.startswith("_") and isinstance(value, (list, tuple))
     }
 
 
 def _add_settings_to_groups(groups: Mapping[str, Any], path: Path) -> dict[str, Group]:
-    """Give plain pyinfra groups settings, and keep groups that have settings."""
+    """Add settings to plain pyinfra groups; keep groups that already have settings."""
     groups_with_settings = {name: group for name, group in groups.items() if _has_settings(group)}
-    known_hosts = {host for members, _ in groups_with_settings.values() for host, _ in members}
+    seen_hosts = {host for members, _ in groups_with_settings.values() for host, _ in members}
     plain_groups: dict[str, list[Any]] = {}
     host_data: dict[str, Any] = {}
     for name, group in groups.items():
@@ -291,9 +292,9 @@ def _add_settings_to_groups(groups: Mapping[str, Any], path: Path) -> dict[str, 
         for member in members:
             host, member_data = member if _has_data(member) else (member, {})
             if isinstance(host, str):
-                if host in known_hosts:
+                if host in seen_hosts:
                     continue  # pyinfra allows a host in several groups
-                known_hosts.add(host)
+                seen_hosts.add(host)
                 host_data[host] = {**group_data, **member_data}
             plain_groups.setdefault(name, []).append(host)
     if not plain_groups:

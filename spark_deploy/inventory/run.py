@@ -44,7 +44,7 @@ def run_deploy(
     """Run a deploy on hosts; return pyinfra's exit code.
 
     ``watcher`` receives pyinfra's callbacks; ``log`` receives the log lines, which are otherwise
-    printed. This adds the names of failed hosts to ``failed_hosts``.
+    printed. The names of failed hosts are added to ``failed_hosts``.
     """
     from pyinfra_cli.util import parse_cli_arg  # lets gevent patch this process
 

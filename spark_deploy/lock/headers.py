@@ -67,7 +67,7 @@ class Builder:
     def run(self, *arguments: str) -> str:
         """Return the output of a command; the last argument must be the repository."""
         options = [builder_api.ENDPOINT, self.endpoint]
-        if self.token_file:  # never in argv
+        if self.token_file:  # the token itself must not be in argv
             options += [builder_api.TOKEN_FILE, self.token_file]
         packages = (str(CHECKOUT / "files" / name) for name in ("contract", "checkpoint"))
         # Run in an empty directory, because Python imports modules from the current one.
@@ -82,17 +82,17 @@ class Builder:
         last_line = (result.stderr.strip().splitlines() or [""])[-1]
         problem = parse_problem(last_line)
         if problem is None:
-            what = f"the header reader exited with {code}: {last_line[:200]!r}"
-            raise LockError.single(arguments[-1], what, "check the free memory of this machine")
+            message = f"the header reader exited with {code}: {last_line[:200]!r}"
+            raise LockError.single(arguments[-1], message, "check the free memory of this machine")
         raise (HeadersUnavailableError if code == _UNAVAILABLE else LockError)([problem])
 
     def read(self, kind: type[_Document], *arguments: str) -> _Document:
         try:
             return documents.parse(kind, self.run(*arguments))
         except DocumentError as error:
-            what = f"the header reader's output is malformed: {error}"
+            message = f"the header reader's output is malformed: {error}"
             raise LockError.single(
-                arguments[-1], what, "restore the checkout (git status)"
+                arguments[-1], message, "restore the checkout (git status)"
             ) from error
 
 
@@ -116,7 +116,7 @@ _MAX_BYTES = 1 << 50
 def read_anatomy(
     repository: str, commit: str, hub: HubSettings, *, leave_out: tuple[str, ...] = ()
 ) -> Anatomy:
-    """Return the anatomy of a repository at a commit, from headers and config.json."""
+    """Describe a repository at a commit, from its headers and config.json."""
     description = describe_repository(f"{repository}@{commit}", hub, leave_out=leave_out)
     return replace(make_anatomy(repository, description), leave_out=leave_out)
 
@@ -124,7 +124,7 @@ def read_anatomy(
 def describe_repository(
     version: str, hub: HubSettings, *, leave_out: tuple[str, ...] = (), all_documents: bool = False
 ) -> RepositoryDescription:
-    """Return headers and documents of a repository's ``version``, as ORG/NAME@REVISION."""
+    """Return headers and documents of ``version``, given as ORG/NAME@REVISION."""
     arguments = [f"{LEAVE_OUT}={pattern}" for pattern in leave_out]
     arguments += [ALL_DOCUMENTS] if all_documents else []
     with temporary_builder(hub) as builder:
@@ -148,7 +148,7 @@ class ModelConfig:
     def __init__(self, where: str, config: Mapping[str, Any]) -> None:
         self.where = where
         sections = [config[key] for key in _TEXT_SECTIONS if isinstance(config.get(key), dict)]
-        self._levels = (*sections[:1], config)
+        self._levels = (*sections[:1], config)  # most specific first
 
     def get(self, name: str) -> Any:
         """Return the first value that is not null."""
@@ -158,16 +158,16 @@ class ModelConfig:
         return self._levels[-1].get(name)
 
     def first_count(self, *names: str) -> int | None:
-        """Return the first of these values that is set."""
+        """Return the value of the first of these fields that is set."""
         for name in names:
             value = self.get(name)
             if value is None:
                 continue
             if type(value) is not int or not 0 <= value < _COUNT_LIMIT:
-                what = (
-                    f"{name} is {shorten(value)}, but must be a number from 0 to {_COUNT_LIMIT - 1}"
-                )
-                raise LockError.single(self.where, what, "choose another commit of the repository")
+                allowed = f"a number from 0 to {_COUNT_LIMIT - 1}"
+                message = f"{name} is {shorten(value)}, but must be {allowed}"
+                fix = "choose another commit of the repository"
+                raise LockError.single(self.where, message, fix)
             return value
         return None
 
@@ -215,20 +215,20 @@ _UNSUPPORTED = (
 
 def cache_layers(config: ModelConfig) -> tuple[CacheLayers, ...]:
     """Return the cache size per layer type, or raise UnknownCacheSizeError."""
-    kind = config.text("model_type")
-    if kind in _ENCODERS:
+    model_type = config.text("model_type")
+    if model_type in _ENCODERS:
         return ()
     for name in _UNSUPPORTED:
         if config.get(name):
             raise UnknownCacheSizeError(
                 f"the effect of {name} in config.json on the cache size is unknown"
             )
-    layer_types = Counter(_list_layer_types(config, kind))
-    return tuple(_CACHES[name](config, number) for name, number in sorted(layer_types.items()))
+    layer_types = Counter(_list_layer_types(config, model_type))
+    return tuple(_CACHES[name](config, layers) for name, layers in sorted(layer_types.items()))
 
 
 def _list_layer_types(config: ModelConfig, model_type: str) -> list[str]:
-    """Return the type of each layer, from any of the fields that models use for it."""
+    """Return the type of each layer. Models store it in different fields."""
     layers = config.require("num_hidden_layers", "n_layer", "num_layers")
     if layers > _MAX_LAYERS:
         raise UnknownCacheSizeError(f"config.json has {layers} layers")
@@ -341,14 +341,14 @@ def make_anatomy(repository: str, description: RepositoryDescription) -> Anatomy
     config = ModelConfig(where, description.documents.get(CONFIG, {}))
     sizes = {part: sum(by_dtype.values()) for part, by_dtype in description.parts.items()}
     if sum(sizes.values()) > _MAX_BYTES:
-        what = f"the tensors in the headers add up to {sum(sizes.values())} bytes"
-        raise LockError.single(where, what, "choose another commit of the repository")
+        message = f"the tensors in the headers would take {sum(sizes.values())} bytes"
+        raise LockError.single(where, message, "choose another commit of the repository")
     cache: tuple[CacheLayers, ...] = ()
-    cache_unknown = ""
+    unknown_reason = ""
     try:
         cache = cache_layers(config)
     except UnknownCacheSizeError as error:
-        cache_unknown = str(error)
+        unknown_reason = str(error)
     return Anatomy(
         repository=repository,
         commit=description.commit,
@@ -364,12 +364,12 @@ def make_anatomy(repository: str, description: RepositoryDescription) -> Anatomy
         width=config.first_count("hidden_size", "n_embd", "d_model") or None,
         expert_width=config.first_count("moe_intermediate_size") or None,
         cache=cache,
-        cache_unknown=cache_unknown,
+        cache_unknown=unknown_reason,
     )
 
 
 def _architecture(config: ModelConfig) -> str:
-    # Not from the language model's section, which may name a different class.
+    # The section of the language model may name a different class.
     names = config.top_level("architectures")
     first = names[0] if isinstance(names, list) and names else ""
     is_valid = isinstance(first, str) and len(first) <= 100 and first.isidentifier()

@@ -81,9 +81,9 @@ def look_up_repo(endpoint: str, repo: str, revision: str, token: str | None) -> 
         raise LockError.single(where, "no such repository", fix) from error
     except (HfHubHTTPError, httpx2.HTTPError, OSError) as error:
         reason = f"{type(error).__name__}: {without_errno(one_line(error))}"
-        what = f"the hub cannot be reached: {reason}"
+        message = f"the hub cannot be reached: {reason}"
         fix = "check hub.endpoint and this machine's network, then run the command again"
-        raise LockError.single(where, what, fix) from error
+        raise LockError.single(where, message, fix) from error
     except _MALFORMED as error:
         raise _not_a_hub_error(where, f"{type(error).__name__}: {error}") from error
     return _make_source(where, repo, revision, info)
@@ -100,11 +100,12 @@ def read_model_card(endpoint: str, repo: str, revision: str, token: str | None) 
     try:
         info = _model_info(endpoint, repo, revision, token)
         data = getattr(info, "card_data", None)
-        names = [data.get("license")] if data is not None else []
-        names += [tag[8:] for tag in map(str, info.tags or ()) if tag.startswith("license:")]
+        licenses = [data.get("license")] if data is not None else []
+        tags = [str(tag) for tag in info.tags or ()]
+        licenses += [t.removeprefix("license:") for t in tags if t.startswith("license:")]
     except (HfHubHTTPError, httpx2.HTTPError, OSError, *_MALFORMED):
         return ModelCard()
-    license = next((name for name in names if isinstance(name, str) and name), "")
+    license = next((name for name in licenses if isinstance(name, str) and name), "")
     task = info.pipeline_tag if isinstance(info.pipeline_tag, str) else ""
     return ModelCard(one_line(license)[:60] if license else "", bool(info.gated), task)
 
@@ -122,7 +123,7 @@ def _model_info(
             ),
         )
     except HfHubHTTPError as error:
-        # With an expired token the hub denies access even to public repositories.
+        # With an expired token, the hub denies access even to public repositories.
         if not token or error.response.status_code != 401 or type(error) is not HfHubHTTPError:
             raise
         return _model_info(endpoint, repo, revision, None, files_metadata=files_metadata)
@@ -132,13 +133,13 @@ def _reject_redirect_to_http(response: httpx2.Response) -> None:
     if response.has_redirect_location and response.url.scheme == "https":
         target = response.url.join(response.headers["location"])
         if target.scheme != "https":
-            what = f"the hub redirects from https to {one_line(target.scheme)}"
-            raise httpx2.UnsupportedProtocol(what, request=response.request)
+            message = f"the hub redirects from https to {one_line(target.scheme)}"
+            raise httpx2.UnsupportedProtocol(message, request=response.request)
 
 
 def _not_a_hub_error(where: str, reason: str) -> LockError:
-    what = f"the server does not respond like a Hugging Face hub ({one_line(reason)})"
-    return LockError.single(where, what, "correct hub.endpoint, or check for a proxy")
+    message = f"the server does not respond like a Hugging Face hub ({one_line(reason)})"
+    return LockError.single(where, message, "correct hub.endpoint, or check for a proxy")
 
 
 def _make_source(where: str, repo: str, revision: str, info: ModelInfo) -> LockedSource:
@@ -148,8 +149,8 @@ def _make_source(where: str, repo: str, revision: str, info: ModelInfo) -> Locke
             continue
         sha256 = sibling.lfs.sha256 if sibling.lfs else None
         if sibling.size is None or (sha256 is None and sibling.blob_id is None):
-            what = f"the hub lists neither size nor hash for {one_line(sibling.rfilename)}"
-            raise LockError.single(where, what, "set hub.endpoint to another hub")
+            message = f"the hub lists no size or no hash for {one_line(sibling.rfilename)}"
+            raise LockError.single(where, message, "set hub.endpoint to another hub")
         files.append(_make_file(where, sibling.rfilename, sibling.size, sha256, sibling.blob_id))
     if not info.sha or not files:
         raise LockError.single(where, "the hub lists no commit or no files", "check the repository")

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def run_with_timeout(timeout_s: float, function: Callable[[], T]) -> T:
-    """Return a function's result; after ``timeout_s`` abandon it and raise TimeoutError."""
+    """Return a function's result; after ``timeout_s``, abandon the call and raise TimeoutError."""
     results: Queue[tuple[T | None, BaseException | None]] = Queue()
 
     def run() -> None:
@@ -72,8 +72,8 @@ def look_up_image(
 ) -> LockedImage:
     """Return digest and compressed size of an image for ``arch`` (as in ``uname -m``).
 
-    The digest identifies the list of platforms, if present. The entrypoint of an ``engine`` must
-    start vLLM.
+    The digest identifies the list of platforms, if there is one. If ``engine`` is set, the
+    entrypoint must start vLLM.
     """
     try:
         return run_with_timeout(LOOKUP_TIMEOUT_S, lambda: _query(reference, arch, insecure, engine))
@@ -82,9 +82,9 @@ def look_up_image(
         raise LockError.single(f"image {reference}", str(error), fix) from error
     except _MALFORMED as error:
         reason = one_line(f"{type(error).__name__}: {error}")
-        what = f"the server does not respond like a registry ({reason})"
+        message = f"the server does not respond like a registry ({reason})"
         fix = "correct the image reference, or check whether a proxy responds instead"
-        raise LockError.single(f"image {reference}", what, fix) from error
+        raise LockError.single(f"image {reference}", message, fix) from error
 
 
 def _query(reference: str, arch: str, insecure: Sequence[str], engine: bool) -> LockedImage:
@@ -99,10 +99,9 @@ def _query(reference: str, arch: str, insecure: Sequence[str], engine: bool) -> 
             if platform.items() <= entry.get("platform", {}).items()
         ]
         if not digests:
-            what = f"has no linux/{platform['architecture']} image"
-            raise LockError.single(
-                f"image {reference}", what, "choose a tag built for this architecture"
-            )
+            message = f"has no linux/{platform['architecture']} image"
+            fix = "choose a tag built for this architecture"
+            raise LockError.single(f"image {reference}", message, fix)
         manifest, _ = client.manifest(digests[0])
     if engine:
         _check_entrypoint(client.configuration(manifest), reference)
@@ -114,9 +113,9 @@ def _check_entrypoint(configuration: Mapping[str, Any], reference: str) -> None:
     entrypoint = " ".join(configuration["config"].get("Entrypoint") or ())
     if "vllm" not in entrypoint:
         actual = f"starts {entrypoint!r}" if entrypoint else "has no entrypoint"
-        what = f"the image {actual}, but an engine image must start vLLM's server"
+        message = f"the image {actual}, but an engine image must start vLLM's server"
         fix = "use an image with the entrypoint `vllm serve`, such as vllm/vllm-openai"
-        raise LockError.single(f"image {reference}", what, fix)
+        raise LockError.single(f"image {reference}", message, fix)
 
 
 class _Client:
@@ -131,10 +130,10 @@ class _Client:
         """Return the manifest of a tag or digest, and its digest."""
         body, headers = self._get(f"{self._base_url}/manifests/{version}")
         digest = f"sha256:{hashlib.sha256(body).hexdigest()}"
-        expected = [headers.get("Docker-Content-Digest", digest)]
+        expected_digests = [headers.get("Docker-Content-Digest", digest)]
         if version.startswith("sha256:"):
-            expected.append(version)
-        return self._parse(body, digest, expected), digest
+            expected_digests.append(version)
+        return self._parse(body, digest, expected_digests), digest
 
     def configuration(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
         expected = manifest["config"]["digest"]
@@ -144,10 +143,9 @@ class _Client:
     def _parse(self, body: bytes, digest: str, expected_digests: Sequence[str]) -> dict[str, Any]:
         for expected in expected_digests:
             if digest != expected:
-                what = f"the registry's response does not match digest {one_line(expected)}"
-                raise LockError.single(
-                    self._where, what, "run the command again; if that fails, check for a proxy"
-                )
+                message = f"the registry's response does not match digest {one_line(expected)}"
+                fix = "run the command again; if that fails, check for a proxy"
+                raise LockError.single(self._where, message, fix)
         document: dict[str, Any] = json.loads(body)
         return document
 
@@ -165,9 +163,9 @@ class _Client:
             return self._get(url)
         except OSError as error:
             reason = without_errno(one_line(getattr(error, "reason", error)))
-            what = f"the registry cannot be reached: {reason}"
-            fix = "check the network; list a plain HTTP registry in registries.insecure"
-            raise LockError.single(self._where, what, fix) from error
+            message = f"the registry cannot be reached: {reason}"
+            fix = "check the network; add the registry to registries.insecure if it uses plain HTTP"
+            raise LockError.single(self._where, message, fix) from error
 
     def _request_token(self, challenge: str) -> str:
         token_service = parse_challenge(challenge, ("https",))
@@ -181,23 +179,23 @@ class _Client:
                 data = json.loads(_read_body(response))
         except OSError as error:
             reason = getattr(error, "reason", error)
-            what = f"{one_line(realm)} returned no token: {one_line(reason)}"
+            message = f"{one_line(realm)} returned no token: {one_line(reason)}"
             fix = "check the network, or use a registry that requires no login"
-            raise LockError.single(self._where, what, fix) from error
+            raise LockError.single(self._where, message, fix) from error
         return str(data.get("token") or data.get("access_token"))
 
     def _status_error(self, error: urllib.error.HTTPError) -> LockError:
         if error.code == 404:
             fix = "correct the tag in images"
             return ImageNotFoundError.single(self._where, "no such image or tag", fix)
-        what = f"the registry returned {error.code} {one_line(error.reason)}"
-        return LockError.single(self._where, what, "run the command again later")
+        message = f"the registry returned {error.code} {one_line(error.reason)}"
+        return LockError.single(self._where, message, "run the command again later")
 
 
 def _read_body(response: HTTPResponse) -> bytes:
     body = response.read(_MAX_BYTES + 1)
     if len(body) > _MAX_BYTES:
-        raise ValueError(f"longer than {_MAX_BYTES} bytes")
+        raise ValueError(f"the response is longer than {_MAX_BYTES} bytes")
     if response.length:  # bytes still missing
-        raise ValueError(f"ended {response.length} bytes early")
+        raise ValueError(f"the response ended {response.length} bytes early")
     return body

@@ -41,7 +41,7 @@ def read_lock(path: Path) -> Lock:
 
 
 def validate_lock(lock: Lock) -> Lock:
-    """Return the lock; raise LockError if a response of the hub or a registry broke the schema."""
+    """Return the lock; raise LockError if the hub or a registry sent invalid values."""
     data, where = to_yaml_data(lock, include_nulls=False), "the response of the hub or registry"
     problems = list(schema_problems(data, load_schema("lock"), lambda key: where))
     if problems:
@@ -101,9 +101,9 @@ def check_single_revisions(sources: Iterable[tuple[str, str]]) -> None:
     for repo, revision in sorted(sources):
         first = revisions.setdefault(repo, revision)
         if first != revision:
-            what = f"{first} and {revision} are required, but a lock file pins a single revision"
+            message = f"{first} and {revision} are required, but a lock file pins a single revision"
             fix = "use the same revision, or a separate lock_file for the other hosts"
-            raise LockError.single(repo, what, fix)
+            raise LockError.single(repo, message, fix)
 
 
 def _repositories(model: Model, profile: Profile, settings: Settings) -> Iterator[tuple[str, str]]:
@@ -155,13 +155,14 @@ def load_or_extend_lock(
 def resolve(
     lock: Lock, names: Names, settings: Settings, engines: Collection[str], print_line: PrintLine
 ) -> Lock:
-    sources = [_lock_source(name, settings, print_line) for name in sorted(names.sources)]
+    sources = [_lock_source(*source, settings, print_line) for source in sorted(names.sources)]
     images = [_lock_image(name, settings, engines, print_line) for name in sorted(names.images)]
     return validate_lock(lock.with_entries(sources, images))
 
 
-def _lock_source(name: tuple[str, str], settings: Settings, print_line: PrintLine) -> LockedSource:
-    repo, revision = name
+def _lock_source(
+    repo: str, revision: str, settings: Settings, print_line: PrintLine
+) -> LockedSource:
     token = read_hub_token(settings.hub)
     if token and settings.hub.token is None:
         print_line(f"  {repo}: using your Hugging Face login")
@@ -193,10 +194,10 @@ def _lock_image(
             engine=is_engine,
         )
     except ImageNotFoundError as error:
-        others = {version for version in engines if version != version_of(reference)}
-        if not is_engine or not others:
+        other_versions = {version for version in engines if version != version_of(reference)}
+        if not is_engine or not other_versions:
             raise
-        newest_first = sorted(others, key=version_key, reverse=True)
+        newest_first = sorted(other_versions, key=version_key, reverse=True)
         images = " or ".join(f"{image_name(reference)}:v{version}" for version in newest_first)
         fix = f"set images.{roles[0]} to a supported version: {images}"
         raise LockError.single(f"image {reference}", error.problems[0].what, fix) from error
@@ -221,10 +222,9 @@ def read_hub_token(hub: HubSettings) -> str | None:
         return _read_login(hub.endpoint)
     token = read_secret(hub.token, setting="hub.token")
     if not _TOKEN.fullmatch(token):
-        what = f"{hub.token.kind} {hub.token.value[0]} does not contain a valid token"
-        raise SettingsError.single(
-            "hub.token", what, "store only the token, on a single line without spaces"
-        )
+        message = f"{hub.token.kind} {hub.token.value[0]} does not contain a valid token"
+        fix = "store only the token, on a single line without spaces"
+        raise SettingsError.single("hub.token", message, fix)
     return token
 
 
@@ -232,7 +232,7 @@ def _read_login(endpoint: str) -> str | None:
     # Imported late, because it takes 0.3 s.
     from huggingface_hub import constants, get_token
 
-    # The login is valid only for the hub of the library.
+    # The login is valid only for the library's own hub.
     if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN or endpoint.rstrip("/") != constants.ENDPOINT:
         return None
     token = get_token()

@@ -132,20 +132,25 @@ class Lock:
         names: Iterable[VerifiedNames] = (),
         anatomies: Iterable[Anatomy] = (),
     ) -> "Lock":
-        """Return a sorted lock with new entries, without results for commits that it replaces."""
+        """Return a sorted lock with new entries; drop results for commits that it replaces."""
         by_repo = self.sources | {source.repo: source for source in sources}
-        locked = {f"{source.repo}@{source.commit}" for source in by_repo.values()} | {None}
+        by_reference = self.images | {image.reference: image for image in images}
+        locked = {f"{source.repo}@{source.commit}" for source in by_repo.values()}
         by_build = self.names | {item.build: item for item in names}
-        by_repository = self.anatomies | {item.repository: item for item in anatomies}
+        anatomy_by_repo = self.anatomies | {item.repository: item for item in anatomies}
         return Lock(
             schema_version=1,
             sources=dict(sorted(by_repo.items())),
-            images=dict(sorted({**self.images, **{i.reference: i for i in images}}.items())),
-            names={k: v for k, v in sorted(by_build.items()) if {v.base, v.donor} <= locked},
+            images=dict(sorted(by_reference.items())),
+            names={
+                build: verified
+                for build, verified in sorted(by_build.items())
+                if verified.base in locked and (not verified.donor or verified.donor in locked)
+            },
             anatomies={
-                repository: anatomy
-                for repository, anatomy in sorted(by_repository.items())
-                if f"{repository}@{anatomy.commit}" in locked
+                repo: anatomy
+                for repo, anatomy in sorted(anatomy_by_repo.items())
+                if f"{repo}@{anatomy.commit}" in locked
             },
         )
 
@@ -230,6 +235,6 @@ def split_files(
             left_out[file.path] = reason
     pickles = [path for path, reason in left_out.items() if reason == _PICKLE]
     if pickles and not any(file.path.endswith(".safetensors") for file in downloaded):
-        what = f"all weights are pickle files ({pickles[0]}), which are not downloaded"
-        raise LockError.single(where, what, "use a repository with safetensors")
+        message = f"all weights are pickle files ({pickles[0]}), which are not downloaded"
+        raise LockError.single(where, message, "use a repository with safetensors")
     return tuple(downloaded), left_out

@@ -59,9 +59,9 @@ def locked_source(lock: Lock, repo: str, revision: str) -> LockedSource:
         raise PlanError.single(f"lock: {repo}", f"revision {revision} is not locked", fix)
     for file in source.files:
         if reason := why_not_downloaded(file.path):
-            what = f"{file.path} is excluded from downloads: {reason}"
+            message = f"{file.path} is excluded from downloads: {reason}"
             fix = f"run `spark-deploy update --only {repo}` to lock the repository without it"
-            raise PlanError.single(f"lock: {repo}", what, fix)
+            raise PlanError.single(f"lock: {repo}", message, fix)
     return source
 
 
@@ -91,8 +91,8 @@ def reject_unbuildable_checkpoint(model: Model, profile: Profile, settings: Sett
     """Raise PlanError if the checkpoint cannot be built, or cannot be stored as configured."""
     where, checkpoint = f"profile {profile.name}", settings.checkpoint
     if isinstance(model, PlainModel) and (profile.builds_checkpoint or profile.plugin):
-        what = f"builds a checkpoint or uses the plugin, but {model.name} is served as published"
-        raise PlanError.single(where, what, "use profile plain, or a similar profile")
+        message = f"builds a checkpoint or uses the plugin, but {model.name} is served as published"
+        raise PlanError.single(where, message, "use profile plain, or a similar profile")
     if checkpoint.source == "prebuilt":
         _reject_unusable_hybrid(model, profile)
     if not checkpoint.keep_base:
@@ -103,45 +103,43 @@ def reject_unbuildable_checkpoint(model: Model, profile: Profile, settings: Sett
         and model.architecture.mtp_scheme == "bf16"
         and not _int4_modules(model, profile)
     ):
-        what = (
-            "tensors.mtp in the model file lists no 16-bit expert or attention tensors to "
-            "round to INT4"
-        )
-        raise PlanError.single(f"{where}: drafter", what, "set engine.drafter: keep")
+        message = "tensors.mtp in the model file lists no 16-bit tensors to round to INT4"
+        raise PlanError.single(f"{where}: drafter", message, "set engine.drafter: keep")
     if profile.shared_experts == "int8-g128" and profile.layout == "overlay":
-        what = "an overlay with int8-g128 would contain the names of the shared experts twice"
-        raise PlanError.single(f"{where}: checkpoint.layout", what, "set checkpoint.layout: full")
+        message = "an overlay with int8-g128 would contain the names of the shared experts twice"
+        fix = "set checkpoint.layout: full"
+        raise PlanError.single(f"{where}: checkpoint.layout", message, fix)
 
 
 def _reject_discarded_base(profile: Profile, settings: Settings) -> None:
     if settings.checkpoint.source == "requantized":
-        what = "keep_base: false requires a base that can be downloaded again"
+        message = "keep_base: false requires a base that can be downloaded again"
         fix = "set checkpoint.keep_base: true"
     elif not profile.builds_checkpoint:
-        what = "keep_base: false would remove the checkpoint that this profile serves"
+        message = "keep_base: false would remove the checkpoint that this profile serves"
         fix = "set checkpoint.keep_base: true, or use a profile that builds a checkpoint"
     elif profile.layout == "overlay":
-        what = "keep_base: false requires layout full, because an overlay links to its base"
+        message = "keep_base: false requires layout full, because an overlay links to its base"
         fix = "set checkpoint.layout: full, or checkpoint.keep_base: true"
     else:
         return
-    raise PlanError.single(f"profile {profile.name}: checkpoint.keep_base", what, fix)
+    raise PlanError.single(f"profile {profile.name}: checkpoint.keep_base", message, fix)
 
 
 def _reject_unusable_hybrid(model: Model, profile: Profile) -> None:
     fix = "set checkpoint.source: base"
     if isinstance(model, PlainModel) or model.sources.hybrid is None:
-        what = "no prebuilt hybrid checkpoint is known for this model"
+        message = "no prebuilt hybrid checkpoint is known for this model"
         fix = f"set sources.hybrid in the model file, or {fix}"
     elif profile.shared_experts != "fp8-base":
-        what = f"prebuilt shared experts are FP8, but the profile needs {profile.shared_experts}"
+        message = f"prebuilt shared experts are FP8, but the profile needs {profile.shared_experts}"
     elif profile.layout == "overlay":
-        what = "an overlay would remove the shared experts of a prebuilt hybrid checkpoint"
+        message = "an overlay would remove the shared experts of a prebuilt hybrid checkpoint"
         fix = f"set checkpoint.layout: full, or {fix}"
     else:
         return
     where = f"model {model.name} with profile {profile.name}: checkpoint.source"
-    raise PlanError.single(where, what, fix)
+    raise PlanError.single(where, message, fix)
 
 
 def checkpoint_plan(
@@ -154,19 +152,20 @@ def checkpoint_plan(
     """Return the plan for building a checkpoint; ``None`` if the base is served unchanged."""
     if not profile.builds_checkpoint or isinstance(model, PlainModel):
         return None
-    sources = model.sources
-    repo = (settings.checkpoint.source == "prebuilt" and sources.hybrid) or sources.base
+    sources, repo = model.sources, model.sources.base
+    if settings.checkpoint.source == "prebuilt" and sources.hybrid:
+        repo = sources.hybrid
     base = requantized or source_plan(locked_source(lock, repo, sources.revision), settings)
     donor = None
     if profile.shared_experts in builder_api.WITH_DONOR:
         if sources.donor is None:
-            what = f"profile {profile.name} needs an FP8 source checkpoint; this model has none"
+            message = f"profile {profile.name} needs an FP8 source checkpoint; this model has none"
             fix = "set sources.donor, or use a profile with a different shared_experts value"
-            raise PlanError.single(f"catalog/models/{model.name}.yml", what, fix)
+            raise PlanError.single(f"catalog/models/{model.name}.yml", message, fix)
         donor = locked_source(lock, sources.donor, sources.revision)
     build = _build_plan(model, profile, settings, base, donor)
     if isinstance(build.donor, builder_api.DonorUrl) and isinstance(base, SourcePlan):
-        # Not part of the digest: the hash is known after the first build.
+        # The digest cannot include this hash, which is known only after the first build.
         sha256 = lock.donor_sha256(names_to_verify(build, base.locked, donor))
         build = replace(build, donor=replace(build.donor, sha256=sha256))
     return CheckpointPlan(
@@ -252,7 +251,8 @@ def _output_bytes(model: HybridModel, profile: Profile, base_bytes: int) -> int:
     new = old = 0
     if profile.shared_experts not in ("keep", "fp8-base"):
         int8 = profile.shared_experts == "int8-g128"
-        new, old = sizes.shared_int8_bytes if int8 else sizes.shared_fp8_bytes, sizes.shared_bytes
+        new = sizes.shared_int8_bytes if int8 else sizes.shared_fp8_bytes
+        old = sizes.shared_bytes
     if (attention := attention_bytes(model.architecture, profile)) != sizes.attention_bytes:
         new, old = new + attention, old + sizes.attention_bytes
     if ngram := ngram_file_bytes(model.architecture, profile):
@@ -286,8 +286,8 @@ def requantized_plan(
     revision = model.sources.revision
     original = source_plan(locked_source(lock, model.sources.original, revision), settings)
     shape = model.architecture
-    activations = options.nsamples * options.seqlen * shape.hidden * 2
-    block = 3 * shape.hidden * (shape.experts * shape.expert_width + shape.shared_expert_width)
+    activation_bytes = options.nsamples * options.seqlen * shape.hidden * 2
+    parameters = 3 * shape.hidden * (shape.experts * shape.expert_width + shape.shared_expert_width)
     size_bytes = weight_sizes(shape).tree_bytes
     build = builder_api.RequantizePlan(
         digest="0" * 64,
@@ -305,9 +305,9 @@ def requantized_plan(
         seqlen=options.seqlen,
         batch=options.batch,
         # The tuned block, and the inputs and outputs of a block.
-        memory_bytes=block * _BYTES_PER_PARAMETER + 4 * activations + _RUNTIME_BYTES,
+        memory_bytes=parameters * _BYTES_PER_PARAMETER + 4 * activation_bytes + _RUNTIME_BYTES,
         # The result, and the inputs of the next block.
-        work_bytes=size_bytes + 2 * activations,
+        work_bytes=size_bytes + 2 * activation_bytes,
         out=f"{settings.paths.models_dir}/{model.name}-int4",
     )
     included = ("base_tensors", "mtp_tensors", "iters", "nsamples", "seqlen", "batch")
@@ -317,7 +317,7 @@ def requantized_plan(
             "image": image.base,
             "quantiser": quantizer_digest,
             "calibration": digest_of(options.calibration),
-            "order": {k: value for k, value in to_plain(build).items() if k in included},
+            "order": {key: value for key, value in to_plain(build).items() if key in included},
         }
     )
     build = replace(build, digest=digest, out=f"{build.out}-{digest[:12]}")
@@ -335,7 +335,8 @@ def image_plan(
 ) -> ImagePlan:
     locked = locked_image(model, settings, lock, model.image.role)
     base = locked.pinned
-    plugin, downloads = profile.plugin and model.image.plugin, settings.downloads
+    plugin = profile.plugin and model.image.plugin
+    downloads = settings.downloads
     # The plugin's content is part of the identity only if it is used.
     context_digest = payload.image_context_digest if plugin else ""
     digest = digest_of({"base": base, "context": context_digest, "plugin": plugin})
@@ -363,9 +364,9 @@ def image_plan(
 def locked_image(model: Model, settings: Settings, lock: Lock, role: str) -> LockedImage:
     reference = settings.images.get(role)
     if reference is None:
-        what = f"the model needs image role '{role}', which is missing from the settings"
+        message = f"the model needs image role '{role}', which is missing from the settings"
         fix = f"set images.{role} (known: {', '.join(sorted(settings.images))})"
-        raise PlanError.single(f"catalog/models/{model.name}.yml: image.role", what, fix)
+        raise PlanError.single(f"catalog/models/{model.name}.yml: image.role", message, fix)
     image = lock.images.get(reference)
     if image is None:
         fix = "run `spark-deploy update --missing`, or set locked: first-use"

@@ -43,7 +43,7 @@ _PORTS = 2000
 
 
 def fabric_plan(host: str, settings: Settings, host_ports: Ports) -> FabricPlan:
-    """Return the network configuration that a host tries.
+    """Return the network configuration of a host, which the host tries before it keeps it.
 
     Raises PlanError if the host is not in the fabric, or its ports do not match the settings.
     """
@@ -75,22 +75,21 @@ def render_netplan(ports: Sequence[FabricPort]) -> str:
 
 
 def _fabric_ports(host: str, settings: Settings, host_ports: Ports) -> list[Port]:
-    """Return the configured ports, otherwise all cabled RDMA ports."""
+    """Return the configured ports, or all cabled RDMA ports if none are configured."""
     fabric, by_name = settings.fabric, {port.interface: port for port in host_ports.ports}
     if missing := [name for name in fabric.interfaces if name not in by_name]:
-        what = f"{', '.join(missing)}: no such interface (found: {', '.join(by_name) or 'none'})"
-        raise PlanError.single(
-            f"{host}: fabric.interfaces", what, "run `ip link` on that host to list its interfaces"
-        )
+        message = f"{', '.join(missing)}: no such interface (found: {', '.join(by_name) or 'none'})"
+        fix = "run `ip link` on that host to list its interfaces"
+        raise PlanError.single(f"{host}: fabric.interfaces", message, fix)
     if fabric.interfaces:
         return [by_name[name] for name in fabric.interfaces]
     cabled = sorted((port for port in host_ports.ports if port.device and port.up), key=_slot_key)
     if len(cabled) != len(fabric.networks):
         names = ", ".join(port.interface for port in cabled) or "none"
-        what = f"the host has {len(cabled)} cabled RDMA ports ({names}), "
-        what += f"but {len(fabric.networks)} networks are configured"
+        message = f"the host has {len(cabled)} cabled RDMA ports ({names}), "
+        message += f"but {len(fabric.networks)} networks are configured"
         fix = "connect only one QSFP cage, or set fabric.interfaces and fabric.networks"
-        raise PlanError.single(f"{host}: fabric", what, fix)
+        raise PlanError.single(f"{host}: fabric", message, fix)
     return cabled
 
 
@@ -102,22 +101,18 @@ def _slot_key(port: Port) -> tuple[int, str]:
 def _conflicts(host: str, planned: FabricPort, host_ports: Ports) -> Iterator[Problem]:
     """Yield a problem for each address that conflicts with the planned address."""
     network = ipaddress.IPv4Interface(planned.address).network
-    present = [(port.interface, text) for port in host_ports.ports for text in port.addresses]
-    for interface, text in present:
-        if interface == planned.interface and text != planned.address:
-            what = f"this port already has {text}; {NETPLAN_FILE} would add a second address"
-            fix = (
-                "configure the cable's other port in the file that sets this address, "
-                "or remove the address"
-            )
-            yield Problem(f"{host}: {interface}", what, fix)
+    present = [(port.interface, address) for port in host_ports.ports for address in port.addresses]
+    for interface, address in present:
+        if interface == planned.interface and address != planned.address:
+            message = f"this port already has {address}; {NETPLAN_FILE} would add a second address"
+            fix = "remove the address, or configure the cable's other port in the file that sets it"
+            yield Problem(f"{host}: {interface}", message, fix)
         elif interface != planned.interface and network.overlaps(
-            ipaddress.IPv4Interface(text).network
+            ipaddress.IPv4Interface(address).network
         ):
-            what = f"{network} is already used by {interface} ({text})"
-            yield Problem(
-                f"{host}: {planned.interface}", what, "set fabric.networks to unused networks"
-            )
+            message = f"{network} is already used by {interface} ({address})"
+            fix = "set fabric.networks to unused networks"
+            yield Problem(f"{host}: {planned.interface}", message, fix)
 
 
 def fabric_links(
@@ -136,35 +131,35 @@ def fabric_links(
     next_host = hosts[(hosts.index(host) + 1) % len(hosts)]
     links = []
     # RDMA ports pair with RDMA ports only, even if all ports share a network.
-    for port in (port for port in fabric[host].ports if _is_fabric_link(port, settings)):
+    for port in fabric[host].ports:
+        if not _is_fabric_link(port, settings):
+            continue
         networks = {address.network for address in _interfaces(port)}
         for peer in fabric[next_host].ports:
             if not peer.up or bool(peer.device) != bool(port.device):
                 continue
             common = [address for address in _interfaces(peer) if address.network in networks]
             speeds = [p.speed_mbit_per_s for p in (port, peer) if p.speed_mbit_per_s]
-            links += [
-                FabricLink(
+            if common:
+                links.append(FabricLink(
                     port.interface, port.device, port.mtu, min(speeds, default=None),
-                    next_host, str(address.ip), peer.mtu,
-                )
-                for address in common[:1]
-            ]  # fmt: skip
+                    next_host, str(common[0].ip), peer.mtu,
+                ))  # fmt: skip
     if not links:
-        what = f"no cabled port shares a network with {next_host}"
-        raise PlanError.single(
-            f"{host}: fabric", what, "run `spark-deploy fabric` to set addresses"
-        )
+        message = f"no cabled port shares a network with {next_host}"
+        fix = "run `spark-deploy fabric` to set addresses"
+        raise PlanError.single(f"{host}: fabric", message, fix)
     return tuple(links)
 
 
 def _is_fabric_link(port: Port, settings: Settings) -> bool:
-    """Return whether a port is used between hosts: by the settings, or by its RDMA device."""
-    names, subnet = settings.fabric.interfaces, settings.cluster.subnet
-    if names or not port.up:
-        return port.up and port.interface in names
-    if subnet:
-        network = ipaddress.IPv4Network(subnet)
+    """Return whether a port connects hosts: as the settings say, or if it has RDMA."""
+    if not port.up:
+        return False
+    if settings.fabric.interfaces:
+        return port.interface in settings.fabric.interfaces
+    if settings.cluster.subnet:
+        network = ipaddress.IPv4Network(settings.cluster.subnet)
         return any(address.network == network for address in _interfaces(port))
     return bool(port.device)
 
@@ -207,21 +202,21 @@ def _address_problems(
         ports = _cluster_ports(fabric[host].ports, network)
         for address in (text.partition("/")[0] for port in ports for text in port.addresses):
             if (other := owners.setdefault(address, host)) != host:
-                what = f"this port has the same address as {other}: {address}"
+                message = f"this port has the same address as {other}: {address}"
                 fix = "list each machine once in cluster.hosts; use each address on one port only"
-                yield Problem(f"{host}: cluster", what, fix)
+                yield Problem(f"{host}: cluster", message, fix)
         first_ports: dict[ipaddress.IPv4Network, Port] = {}
         for port in (p for p in fabric[host].ports if p.up and p.addresses):
             subnet = _interfaces(port)[0].network
             first = first_ports.setdefault(subnet, port)
             if first is not port and (first.device or port.device):
-                what = f"{subnet} is also the network of {first.interface}, so routes are ambiguous"
+                message = f"{first.interface} is also in {subnet}, so routes are ambiguous"
                 fix = "give each cabled port a separate network (netplan)"
-                yield Problem(f"{host}: {port.interface}", what, fix)
+                yield Problem(f"{host}: {port.interface}", message, fix)
 
 
 def _common_network(settings: Settings, fabric: Mapping[str, Ports]) -> ipaddress.IPv4Network:
-    """Return the network in which every member has an address. Raises PlanError."""
+    """Return a network in which every member has an address. Raises PlanError if none exists."""
     cluster = settings.cluster
     if cluster.subnet:
         network = ipaddress.IPv4Network(cluster.subnet)
@@ -230,6 +225,8 @@ def _common_network(settings: Settings, fabric: Mapping[str, Ports]) -> ipaddres
             for host in cluster.hosts
             if not any(port.up and _address(port, network) for port in fabric[host].ports)
         ]
+        if not missing:
+            return network
     else:
         networks = {
             host: {
@@ -241,19 +238,16 @@ def _common_network(settings: Settings, fabric: Mapping[str, Ports]) -> ipaddres
         }
         if common := set.intersection(*networks.values()):
             return min(common)
-        network, missing = None, [h for h in cluster.hosts if not networks[h]]
-        missing = missing or list(cluster.hosts)
-    if network is not None and not missing:
-        return network
+        missing = [host for host in cluster.hosts if not networks[host]] or list(cluster.hosts)
     raise PlanError([_missing_address(h, fabric[h].ports, cluster.subnet) for h in missing])
 
 
 def _missing_address(host: str, ports: Sequence[Port], subnet: str | None) -> Problem:
-    interfaces = [
-        f"{port.interface}{f' ({port.device})' if port.device else ''} "
-        f"{'up' if port.up else 'down'} {', '.join(port.addresses) or 'no address'}"
-        for port in ports
-    ]
+    interfaces = []
+    for port in ports:
+        name = f"{port.interface} ({port.device})" if port.device else port.interface
+        addresses = ", ".join(port.addresses) or "no address"
+        interfaces.append(f"{name} {'up' if port.up else 'down'} {addresses}")
     required = f"in {subnet}" if subnet else "on an RDMA port in a network that all members share"
     return Problem(
         f"{host}: cluster",
@@ -285,7 +279,7 @@ def _address(port: Port, network: ipaddress.IPv4Network) -> str:
 def member_links(
     settings: Settings, host: str, fabric: Mapping[str, Ports]
 ) -> tuple[FabricLink, ...]:
-    """Return the links from a host to the other members, over all interfaces with RDMA."""
+    """Return the links from a host to the other members, over each network that they share."""
     if not fabric:
         return ()
     network = _common_network(settings, fabric)
@@ -329,7 +323,7 @@ def cluster_release(release: Release, settings: Settings, fabric: Mapping[str, P
         )
         for rank, endpoint in enumerate(endpoints)
     )
-    # Host network: ranks exchange further ports only while they run.
+    # Ranks need the host network, because they agree on further ports only while they run.
     docker_args = tuple(
         "--network=host" if argument == "--network=none" else argument
         for argument in release.engine.docker_args
@@ -367,18 +361,20 @@ def plan_waves(
     Canaries come first, in separate waves; then the rest in inventory order. The smallest
     ``at_once`` of the hosts limits a wave. The members of a cluster share a wave.
     """
-    unique = [wave for wave in dict.fromkeys(clusters) if wave]
-    members = {name for wave in unique for name in wave}
-    waves = _standalone_waves({n: rollout for n, rollout in rollouts.items() if n not in members})
+    cluster_waves = [wave for wave in dict.fromkeys(clusters) if wave]
+    members = {host for wave in cluster_waves for host in wave}
+    standalone = {host: rollout for host, rollout in rollouts.items() if host not in members}
+    waves = _standalone_waves(standalone)
     canaries = {rollout.canary for rollout in rollouts.values()}
-    for wave in unique:
+    for wave in cluster_waves:
         waves.insert(0 if canaries.intersection(wave) else len(waves), wave)
     return tuple(waves)
 
 
 def _standalone_waves(rollouts: Mapping[str, RolloutSettings]) -> list[Wave]:
     """Return the waves of hosts outside clusters, canaries first."""
-    canaries = [name for name in rollouts if any(r.canary == name for r in rollouts.values())]
+    canary_names = {rollout.canary for rollout in rollouts.values()}
+    canaries = [name for name in rollouts if name in canary_names]
     waves: list[Wave] = [(name,) for name in canaries]
     wave: Wave = ()
     for name in rollouts:

@@ -120,7 +120,7 @@ def option_arguments(options: Mapping[str, Any]) -> list[str]:
         if value is True:
             arguments.append(flag)
         elif value is False:
-            arguments.append(f"--no-{flag[2:]}")
+            arguments.append(f"--no-{flag.removeprefix('--')}")
         elif isinstance(value, Mapping):
             arguments += [flag, json.dumps(value, separators=(",", ":"), sort_keys=True)]
         elif isinstance(value, (list, tuple)):
@@ -220,7 +220,7 @@ def _extra_options(model: Model, profile: Profile) -> dict[str, Any]:
         config = _mapping_option(options, "additional-config")
         options["additional-config"] = {**config, "spark": {**spark, **config.get("spark", {})}}
     if pins_target_experts(model, profile):
-        # All experts are 16-bit, so the drafter's kernel fits all.
+        # All experts are 16-bit, so the drafter's kernel suits the model too.
         options["moe-backend"] = "triton"
     return options
 
@@ -228,8 +228,8 @@ def _extra_options(model: Model, profile: Profile) -> dict[str, Any]:
 def _mapping_option(options: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     value = decode_mapping(options.get(name) or {})
     if not isinstance(value, Mapping):
-        what = f"this option must be a mapping, not {value!r}, because spark-deploy adds keys"
-        raise PlanError.single(f"engine option {name}", what, "write it as a mapping")
+        message = f"this option must be a mapping, not {value!r}, because spark-deploy adds keys"
+        raise PlanError.single(f"engine option {name}", message, "write it as a mapping")
     return value
 
 
@@ -255,7 +255,7 @@ def engine_environment(profile: Profile, image: ImagePlan, start_timeout_s: int)
         "VLLM_NO_USAGE_STATS": "1",
         # Skips the warm-up: DeepGEMM is not used for this architecture.
         "VLLM_USE_DEEP_GEMM": "0",
-        # top_k and top_p by Triton as in the proofs; FlashInfer would compile kernels.
+        # Triton samples with top_k and top_p, as in the proofs; FlashInfer would compile kernels.
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         # Compiling on all cores with loaded weights freezes the host.
         "MAX_JOBS": "2",
@@ -287,8 +287,9 @@ def rank_arguments(rank: int, addresses: Sequence[str], port: int) -> tuple[str,
 def _text_value(name: str, value: Any) -> str:
     text = str(value)
     if text.startswith("-"):
-        what = f"value {text!r} begins with '-' and would be parsed as an option"
-        raise PlanError.single(f"engine option {name}", what, "write it as a mapping, or remove it")
+        message = f"value {text!r} begins with '-' and would be parsed as an option"
+        fix = "write it as a mapping, or remove it"
+        raise PlanError.single(f"engine option {name}", message, fix)
     return text
 
 
@@ -326,8 +327,8 @@ def required_and_forbidden_lines(
 
 def prefill_line(model: Model, profile: Profile) -> list[str]:
     line = PREFILL_LINES.get(prefill_backend(profile))
-    is_linear = isinstance(model, HybridModel) and model.architecture.linear_layers > 0
-    return [line] if line and is_linear else []
+    has_linear_layers = isinstance(model, HybridModel) and model.architecture.linear_layers > 0
+    return [line] if line and has_linear_layers else []
 
 
 # Modules that the engine computes as one, as in checkpoint/names.py of the plugin.

@@ -67,17 +67,17 @@ def named_keys(serve: ServeSettings) -> dict[str, NamedKey] | None:
 def route_by_name(main: ServicePlan, others: Sequence[ServicePlan]) -> GatewayPlan:
     """Return the main gateway, which routes requests by model name.
 
-    Raises:
-        PlanError: two services have the same model name.
+    Raises PlanError if two services have the same model name.
     """
     if not others:
         return main.gateway
     names = {parse_service(plan.release.name): plan.release.names for plan in (main, *others)}
     owners: dict[str, str] = {}
-    for service, name in ((service, n) for service, listed in names.items() for n in listed):
-        if owners.setdefault(name, service) != service:
-            what = f"{name} is also a model name of service {owners[name]}"
-            raise PlanError.single(f"services.{service}.names", what, "use a unique name")
+    for service, service_names in names.items():
+        for name in service_names:
+            if owners.setdefault(name, service) != service:
+                message = f"{name} is also a model name of service {owners[name]}"
+                raise PlanError.single(f"services.{service}.names", message, "use a unique name")
     return replace(main.gateway, settings=replace(main.gateway.settings, names=names))
 
 
@@ -121,7 +121,7 @@ def base_urls(plan: GatewayPlan) -> tuple[tuple[str, str], ...]:
     if audience is None:
         return (local,)
     unknown = "TAILSCALE-ADDRESS" if plan.settings.expose == "tailscale" else "ADDRESS"
-    address = CONTAINER_NAME if plan.settings.expose == "docker" else plan.address or unknown
+    address = CONTAINER_NAME if plan.settings.expose == "docker" else (plan.address or unknown)
     remote = (url(plan, address), audience)
     if plan.settings.replicas is None:
         return (local, remote)

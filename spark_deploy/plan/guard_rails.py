@@ -54,7 +54,7 @@ def release_facts(
 ) -> dict[str, Any]:
     """Return the facts about a release that rules can use."""
     version = version_of(settings.images.get(model.image.role, ""))
-    minor = int(version.split(".")[1]) if version else None
+    minor = int(version.split(".")[1]) if version else None  # of vLLM 0.x
     options = canonical_options(profile.options)
     attention = _mapping(options.get("attention-config"))
     plugin_options = _mapping(_mapping(options.get("additional-config")).get("spark"))
@@ -62,7 +62,7 @@ def release_facts(
     tokens = parse_whole_number(drafts.get("num_speculative_tokens")) or 0
     indexer = None if isinstance(model, PlainModel) else model.architecture.sparse_attention
     builds_full = profile.builds_checkpoint and profile.layout == "full"
-    # A published repository has no other format that a rule could prefer.
+    # Rules about formats ignore the repository of a published model, which has no alternative.
     formats = [] if isinstance(model, PlainModel) else [model.sources.base]
     formats.append(profile.kv_cache.dtype)
     formats += [str(options.get(name, "")) for name in _FORMAT_OPTIONS]
@@ -196,19 +196,20 @@ def apply_rails(
     """
     _reject_unknown_facts(rails, facts)
     rejections, warnings = list(_override_problems(rails, overridden)), []
-    for rail in (rail for rail in rails if all_hold(rail.applies, facts)):
+    applicable = [rail for rail in rails if all_hold(rail.applies, facts)]
+    for rail in applicable:
         lists = [facts[fact] for fact in rail.applies if isinstance(facts[fact], tuple)]
-        reason = f"{one_line(', '.join(sum(lists, ())))}: {rail.reason}" if lists else rail.reason
+        listed = one_line(", ".join(value for values in lists for value in values))
+        reason = f"{listed}: {rail.reason}" if lists else rail.reason
         if rail.effect == "warn":
             warnings.append(f"{rail.rule}: {reason}; {rail.fix}")
         elif rail.rule in overridden:
-            why = overridden[rail.rule]
-            warnings.append(f"{rail.rule} is overridden ({why}): {reason}")
+            warnings.append(f"{rail.rule} is overridden ({overridden[rail.rule]}): {reason}")
         else:
             fix = f"{rail.fix}, or set override_rails: {{{rail.rule}: REASON}}"
             where = f"model {facts['model']} with profile {facts['profile']}"
-            what = f"rejected by guard rail {rail.rule}: {reason}"
-            rejections.append(Problem(where, what, fix if rail.may_be_overridden else rail.fix))
+            message = f"rejected by guard rail {rail.rule}: {reason}"
+            rejections.append(Problem(where, message, fix if rail.may_be_overridden else rail.fix))
     if rejections:
         raise PlanError(rejections)
     return tuple(warnings)
@@ -221,17 +222,17 @@ def _override_problems(
     allowed = [rail.rule for rail in rails if rail.may_be_overridden]
     for rule in sorted(set(overridden).difference(allowed)):
         exists = any(rail.rule == rule for rail in rails)
-        what = "cannot be overridden" if exists else "no such guard rail"
+        message = "cannot be overridden" if exists else "no such guard rail"
         fix = suggest(rule, allowed, f"allowed: {', '.join(allowed)}")
-        yield Problem(f"override_rails: {rule}", what, fix)
+        yield Problem(f"override_rails: {rule}", message, fix)
 
 
 def _reject_unknown_facts(rails: Sequence[GuardRail], facts: Mapping[str, Any]) -> None:
     """Raise PlanError for rules about unknown facts, because they would never apply."""
     problems = []
     for rail in rails:
-        others = (test["below_fact"] for test in rail.applies.values() if "below_fact" in test)
-        for name in (*rail.applies, *others):
+        compared = (test["below_fact"] for test in rail.applies.values() if "below_fact" in test)
+        for name in (*rail.applies, *compared):
             if name not in facts:
                 fix = suggest(name, facts, f"known: {', '.join(sorted(facts))}")
                 where = f"catalog/guard_rails.yml: {rail.rule}: {name}"
@@ -259,31 +260,34 @@ def _limit_problems(model: Model, profile: Profile) -> Iterator[Problem]:
         context_is_known, can_draft = True, model.architecture.mtp_layers > 0
     native, context = native_context_tokens(model), context_tokens(model, profile)
     if context > native and context_is_known and not extends_context(profile):
-        what = f"{context:,} tokens exceed the context of {model.name} ({native:,})"
+        message = f"{context:,} tokens exceed the context of {model.name} ({native:,})"
         fix = f"set engine.max_context_tokens to {native} or less, or remove the setting"
-        yield Problem("engine.max_context_tokens", what, fix)
+        yield Problem("engine.max_context_tokens", message, fix)
     if profile.speculation and profile.speculation.uses_model_layers and not can_draft:
-        what = f"{model.name} has no MTP layer for drafts"
+        message = f"{model.name} has no MTP layer for drafts"
         fix = "set engine.drafts: 0, or choose a profile without drafts"
-        yield Problem(f"profile {profile.name}", what, fix)
+        yield Problem(f"profile {profile.name}", message, fix)
     drafts = profile.speculation
     if drafts and drafts.draft_vocabulary_text and not drafts.draft_vocabulary_tokens:
-        what, fix = "needs engine.draft_vocabulary_tokens", "set it, or remove the text"
-        yield Problem("engine.draft_vocabulary_text", what, fix)
+        message, fix = "needs engine.draft_vocabulary_tokens", "set it, or remove the text"
+        yield Problem("engine.draft_vocabulary_text", message, fix)
     if model.adapters and profile.speculation:
-        what = f"drafts have never been tested with adapters, and {model.name} has adapters"
-        yield Problem(f"profile {profile.name}", what, "set engine.drafts: 0")
+        message = f"drafts have never been tested with adapters, and {model.name} has adapters"
+        yield Problem(f"profile {profile.name}", message, "set engine.drafts: 0")
     table = None if isinstance(model, PlainModel) else model.architecture.ngram_table
     if (table is None) != (profile.ngram_table is None):
-        what = f"{model.name} has {'an' if table else 'no'} n-gram table, but the profile "
-        what += "does not set ngram_table" if table else f"sets ngram_table: {profile.ngram_table}"
-        fix = f"choose a profile {'with' if table else 'without'} ngram_table"
-        yield Problem(f"profile {profile.name}", what, fix)
+        message = f"{model.name} has an n-gram table, but the profile does not set ngram_table"
+        fix = "choose a profile with ngram_table"
+        if table is None:
+            setting = f"ngram_table: {profile.ngram_table}"
+            message = f"{model.name} has no n-gram table, but the profile sets {setting}"
+            fix = "choose a profile without ngram_table"
+        yield Problem(f"profile {profile.name}", message, fix)
     limits = profile.limits
     if limits.max_sequences > limits.max_batched_tokens:
-        what = f"{limits.max_sequences} exceeds max_batched_tokens ({limits.max_batched_tokens})"
+        message = f"{limits.max_sequences} exceeds max_batched_tokens ({limits.max_batched_tokens})"
         fix = f"set engine.max_sequences to {limits.max_batched_tokens} or less"
-        yield Problem("engine.max_sequences", what, fix)
+        yield Problem("engine.max_sequences", message, fix)
 
 
 def _architecture_problems(
@@ -291,7 +295,7 @@ def _architecture_problems(
 ) -> Iterator[Problem]:
     """Yield a problem if the engine lists no class for the repository's architecture.
 
-    Without a version in the image's tag the engine itself reports it, after the download.
+    If the image's tag has no version, the engine reports the problem itself, after the download.
     """
     if not isinstance(model, PlainModel) or model.anatomy is None:
         return
@@ -299,11 +303,10 @@ def _architecture_problems(
     version, engine = engines.for_image(image)
     if engine is None or not name or loads_unlisted_model(profile) or engine.supports(name):
         return
-    others = [v for v, engine in engines.engines.items() if engine.supports(name)]
-    fix = f"use an image with {ENGINE_NAME} {', '.join(others)}"
-    fix = fix if others else "choose another repository"
-    what = f"{ENGINE_NAME} {version} does not support the architecture {name}"
-    yield Problem(f"model {model.name}", what, f"{fix}, or set engine.options.model-impl")
+    others = ", ".join(v for v, engine in engines.engines.items() if engine.supports(name))
+    fix = f"use an image with {ENGINE_NAME} {others}" if others else "choose another repository"
+    message = f"{ENGINE_NAME} {version} does not support the architecture {name}"
+    yield Problem(f"model {model.name}", message, f"{fix}, or set engine.options.model-impl")
 
 
 def _parser_problems(model: Model, settings: Settings, engines: Engines) -> Iterator[Problem]:
@@ -315,14 +318,14 @@ def _parser_problems(model: Model, settings: Settings, engines: Engines) -> Iter
         listed = getattr(engine, kind)
         if parser is not None and parser not in listed:
             fix = suggest(parser, listed, "remove the parser; the text then stays unparsed")
-            what = f"{ENGINE_NAME} {version} has no parser {parser}"
-            yield Problem(f"model {model.name}: parsers.{kind}", what, fix)
+            message = f"{ENGINE_NAME} {version} has no parser {parser}"
+            yield Problem(f"model {model.name}: parsers.{kind}", message, fix)
 
 
 def role_problems(settings: Settings, catalog: Catalog) -> Iterator[Problem]:
     """Yield image roles that no model uses; a misspelled role would leave the default active."""
     added = set(settings.images).difference(Settings().images)
-    if not added:  # without reading all models
+    if not added:  # avoids reading all models
         return
     known = sorted({"gpu_check", *(model.image.role for model in catalog.models.values())})
     for role in sorted(added.difference(known)):
@@ -342,39 +345,41 @@ def engine_problems(
     version = version_of(image)
     if version and version not in engines and profile.plugin and model.image.plugin:
         known = ", ".join(sorted(engines))
-        what = f"{image} contains vLLM {version}; the plugin supports {known}"
+        message = f"{image} contains vLLM {version}; the plugin supports {known}"
         fix = "use an image of a supported version, or a profile without the plugin"
-        yield Problem(f"images.{model.image.role}", what, fix)
+        yield Problem(f"images.{model.image.role}", message, fix)
 
 
 def _multi_host_problems(model: Model, profile: Profile, settings: Settings) -> Iterator[Problem]:
     ranks = settings.ranks
     if isinstance(model, PlainModel):
         if ranks > 1:
-            what = f"{model.name} is served as published, so it can run on one host only"
-            yield Problem("cluster.hosts", what, "serve the model on each host separately")
+            message = f"{model.name} is served as published, so it can run on one host only"
+            yield Problem("cluster.hosts", message, "serve the model on each host separately")
         return
     shape = model.architecture
     group = _GROUPS[shape.experts_scheme] if profile.engine_mode == "native" else 1
-    shared = _FP8_BLOCK if group > 1 and profile.shared_experts != "keep" else 1
-    if ranks == 1 or not (uneven := list(_indivisible_sizes(shape, ranks, group, shared))):
+    shared_group = _FP8_BLOCK if group > 1 and profile.shared_experts != "keep" else 1
+    uneven = list(_indivisible_sizes(shape, ranks, group, shared_group))
+    if ranks == 1 or not uneven:
         return
     fitting = [
-        str(n)
-        for n in range(2, _MAX_RANKS + 1)
+        str(count)
+        for count in range(2, _MAX_RANKS + 1)
         # The guard rail experts-of-one-group rejects a single group per rank.
-        if not list(_indivisible_sizes(shape, n, group, shared)) and shape.expert_width // n > group
+        if shape.expert_width // count > group
+        and not list(_indivisible_sizes(shape, count, group, shared_group))
     ]
     fix = f"use {' or '.join(fitting)} hosts" if fitting else "serve it on each host separately"
-    what = f"{model.name} cannot be split evenly over {ranks} hosts: {', '.join(uneven)}"
-    yield Problem("cluster.hosts", what, fix)
+    message = f"{model.name} cannot be split evenly over {ranks} hosts: {', '.join(uneven)}"
+    yield Problem("cluster.hosts", message, fix)
 
 
 def _indivisible_sizes(
     shape: Architecture, ranks: int, group: int, shared_group: int
 ) -> Iterator[str]:
     """Name the dimensions that cannot be split into ``ranks`` parts of whole groups."""
-    if shape.kv_heads % ranks and ranks % shape.kv_heads:  # vLLM replicates fewer heads than ranks
+    if shape.kv_heads % ranks and ranks % shape.kv_heads:  # vLLM can replicate KV heads
         yield f"{shape.kv_heads} KV heads"
     heads = {"attention heads": shape.attention_heads}
     if (net := shape.linear_attention) is not None:

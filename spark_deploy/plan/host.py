@@ -39,15 +39,15 @@ def plan_host(request: Request) -> HostPlan:
         _service_plan(name, resolve_service(settings, name, request.catalog), request)
         for name in settings.services
     )
-    others = [
-        resolve(settings.with_model(other), request.catalog) for other in settings.ready_models
+    resolved_ready = [
+        resolve(settings.with_model(entry), request.catalog) for entry in settings.ready_models
     ]
-    ready = tuple(plan_model(other, request) for other in others)
+    ready = tuple(plan_model(other, request) for other in resolved_ready)
     models = (main, *services, *ready)
     scheduled = {(change.model, change.profile) for change in settings.schedule}
     releases = {(main.model, main.profile): main.release} | {
         (plan.model, plan.profile): release.plan_release(MAIN_SERVICE, other, plan, request.fabric)
-        for other, plan in zip(others, ready, strict=True)
+        for other, plan in zip(resolved_ready, ready, strict=True)
         if (plan.model, plan.profile) in scheduled
     }
     main = replace(
@@ -110,9 +110,9 @@ def _service_plan(name: str, resolved: Resolved, request: Request) -> ServicePla
 def plan_model(resolved: Resolved, request: Request) -> ModelPlan:
     model, profile, settings = resolved.model, resolved.profile, resolved.settings
     if isinstance(model, PlainModel) and model.anatomy is None:
-        what = "the size is unknown, because the headers have not been read yet"
+        message = "the size is unknown, because the headers have not been read yet"
         fix = "run `spark-deploy update --missing` with access to the hub"
-        raise PlanError.single(f"lock: {model.repository}", what, fix)
+        raise PlanError.single(f"lock: {model.repository}", message, fix)
     lock, payload = request.lock, request.payload
     image = artifacts.image_plan(model, profile, settings, lock, payload)
     companions = artifacts.companion_plans(model, profile, settings, lock)
@@ -183,7 +183,7 @@ def _preflight_plan(
 
 
 def _memory_needed_bytes(services: Sequence[ServicePlan]) -> int:
-    """Return the memory of all services. Only the largest on-demand service counts."""
+    """Return the memory of all services; of those started on request, only the largest counts."""
     always, on_request = [0], [0]
     for service in services:
         is_on_request = service.release.service in (service.gateway.settings.on_request or {})
@@ -226,8 +226,9 @@ def _disk_uses(models: Sequence[ModelPlan]) -> tuple[DiskUse, ...]:
     artifacts count only once.
     """
     uses: dict[tuple[str, str], DiskUse] = {}
-    for use in (use for model in models for use in _model_disk_uses(model)):
-        uses.setdefault((use.path, use.label), use)
+    for model in models:
+        for use in _model_disk_uses(model):
+            uses.setdefault((use.path, use.label), use)
     return tuple(uses.values())
 
 
@@ -264,8 +265,8 @@ def disk_total(uses: Sequence[DiskUse]) -> tuple[int, int]:
 def _paths_needing_no_space(checkpoint: types.CheckpointPlan | None) -> tuple[tuple[str, str], ...]:
     """Return (path, checkpoint) tuples: if the checkpoint exists, the path needs no more space.
 
-    A checkpoint appears by a rename, so an existing checkpoint is complete, even if smaller than
-    planned (repeated names are written once).
+    The builder renames only finished checkpoints to this path, so an existing one is complete, even
+    if it is smaller than planned (repeated names are written once).
     """
     if checkpoint is None or checkpoint.build.layout != "full":
         return ()
@@ -275,7 +276,7 @@ def _paths_needing_no_space(checkpoint: types.CheckpointPlan | None) -> tuple[tu
 
 def plan_document(plan: HostPlan) -> dict[str, Any]:
     """Return a host's plan as plain data, with disk totals and the unit's limits."""
-    drop_in = release.release_files(plan)[-1]
+    drop_in = release.release_files(plan)[-1]  # 50-release.conf
     peak_bytes, after_bytes = disk_total(plan.disk)
     return {
         **to_plain(plan),

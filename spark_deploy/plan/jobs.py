@@ -71,7 +71,7 @@ class Work:
         names = " ".join(required)
         text = f"Requires={names}\nAfter={names}\n" if required else ""
         if isinstance(self.job.proof, ReceiptProof):
-            # If that disk is not mounted at boot, the job must not fill the root filesystem.
+            # If its disk is not mounted at boot, the job must not fill the root filesystem.
             text += needs_mounts(self.job.proof.receipt)
         return f"[Unit]\n{text}"
 
@@ -100,8 +100,8 @@ def _builder_work(
     unless: ReceiptProof | None = None,
     inputs: tuple[ManagedFile, ...] = (),
 ) -> Work:
-    command, name = _COMMANDS[kind]
-    path = f"{job_dir(digest)}/{name}"
+    command, file_name = _COMMANDS[kind]
+    path = f"{job_dir(digest)}/{file_name}"
     proof = ReceiptProof.for_tree(job_plan.out, job_plan.digest)
     argv = builder_api.builder_argv(command, path)
     job = Job(digest, kind, title, argv, PYTHON, proof, total_bytes, after, unless)
@@ -111,8 +111,8 @@ def _builder_work(
 def fetch_job(source: SourcePlan, tree: CheckpointPlan | None = None) -> Work:
     """Return the job that downloads a repository at its commit and checks it against the lock.
 
-    ``tree`` is the checkpoint built from it; if it exists and the base is not kept, the download is
-    unnecessary.
+    ``tree`` is the checkpoint to build from the download. If that checkpoint exists and does not
+    keep its base, the job downloads nothing.
     """
     identity = {"kind": FETCH_JOB, "source": source.digest, "dir": source.dir}
     unless = None
@@ -172,20 +172,21 @@ def built_title(plan: CheckpointPlan) -> str:
 
 
 def checkpoint_job(plan: CheckpointPlan, base: Job) -> Work:
-    """Return the job that builds a checkpoint from the base and ranges of the FP8 source."""
+    """Return the job that builds a checkpoint from its base and byte ranges of the FP8 source."""
     digest = digest_of({"kind": CHECKPOINT_JOB, "checkpoint": plan.digest, "dir": plan.dir})
     build, donor, hub = plan.build, plan.build.donor, None
     if isinstance(donor, DonorUrl):
         build = replace(build, donor=replace(donor, token_file=hub_token_file(digest)))
-        hub = (plan.base if isinstance(plan.base, SourcePlan) else plan.base.original).hub
+        source = plan.base if isinstance(plan.base, SourcePlan) else plan.base.original
+        hub = source.hub
     title, after = built_title(plan), (base.digest12,)
     return _builder_work(digest, CHECKPOINT_JOB, title, build, plan.output_bytes, hub, after=after)
 
 
 def rank_job(plan: VocabularyPlan, checkpoint: Job) -> Work:
     """Return the job that ranks tokens with the tokenizer of the checkpoint."""
-    inputs = {"order": plan.order.digest, "out": plan.order.out, "from": plan.order.tokenizer}
-    digest = digest_of({"kind": RANK_JOB, **inputs})
+    identity = {"order": plan.order.digest, "out": plan.order.out, "from": plan.order.tokenizer}
+    digest = digest_of({"kind": RANK_JOB, **identity})
     text = ManagedFile(f"{job_dir(digest)}/text.txt", plan.text.encode(), 0o600)
     order, title = replace(plan.order, text=text.path), f"rank {plan.order.tokens} draft tokens"
     after = (checkpoint.digest12,)
@@ -218,15 +219,15 @@ def _discard_job(tree: CheckpointPlan, base: SourcePlan) -> Work:
 def image_job(plan: ImagePlan, context: tuple[ManagedFile, ...]) -> Work:
     """Return the job that builds the engine image, or pulls it if the plugin is not used.
 
-    ``context`` has paths relative to the build context.
+    The paths in ``context`` are relative to the build context.
     """
     kind: JobKind = IMAGE_BUILD_JOB if plan.plugin else IMAGE_PULL_JOB
     digest = digest_of({"kind": kind, "image": plan.digest})
-    inside = f"{job_dir(digest)}/context"
+    context_dir = f"{job_dir(digest)}/context"
     pull = (tool.HOST_TOOL, tool.IMAGE, plan.base)
     build = (
         *pull, "docker", "build", "--network", "none", "--tag", plan.tag, "--build-arg",
-        f"BASE={plan.base}", "--label", f"{units.DIGEST_LABEL}={plan.digest}", inside,
+        f"BASE={plan.base}", "--label", f"{units.DIGEST_LABEL}={plan.digest}", context_dir,
     )  # fmt: skip
     job = Job(
         digest=digest,
@@ -239,7 +240,7 @@ def image_job(plan: ImagePlan, context: tuple[ManagedFile, ...]) -> Work:
         after=(),
         base=plan.base if plan.plugin else None,
     )
-    files = (ManagedFile(f"{inside}/{file.path}", file.content, file.mode) for file in context)
+    files = (ManagedFile(f"{context_dir}/{file.path}", file.content, file.mode) for file in context)
     return Work(job, tuple(files) if plan.plugin else (), layers=plan.layers)
 
 
@@ -254,8 +255,9 @@ def plan_jobs(model: ModelPlan, context: tuple[ManagedFile, ...]) -> tuple[Work,
     requantize = model.requantized and requantize_job(model.requantized, image.job)
     base = requantize or (tree and fetches[tree.base.dir])
     built = (checkpoint_job(tree, base.job),) if tree and base else ()
-    source = built[0] if built else requantize or fetches[model.served_checkpoint.dir]
-    ranked = (rank_job(model.vocabulary, source.job),) if model.vocabulary else ()
+    served = built[0] if built else (requantize or fetches[model.served_checkpoint.dir])
+    ranked = (rank_job(model.vocabulary, served.job),) if model.vocabulary else ()
+    # Quantizing runs in the image, which must come first.
     others = (image, requantize, *built) if requantize else (*built, image)
     return (*fetches.values(), *others, *ranked)
 
@@ -286,8 +288,10 @@ def keep_list(plan: HostPlan) -> KeepList:
     images = {plan.docker.check_image}
     for model in (*plan.served, *plan.ready):
         # The 16-bit repository is not needed once the INT4 checkpoint exists.
-        folders |= {model.requantized.dir} if model.requantized else set()
-        folders |= {model.vocabulary.order.out} if model.vocabulary else set()
+        if model.requantized:
+            folders.add(model.requantized.dir)
+        if model.vocabulary:
+            folders.add(model.vocabulary.order.out)
         folders |= {
             model.cache_dir,
             model.served_checkpoint.dir,

@@ -83,8 +83,8 @@ def cache_shape(model: Model, profile: Profile, ranks: int = 1) -> CacheShape | 
 def hybrid_shape(model: Architecture, profile: Profile) -> CacheShape:
     drafts = profile.speculation.tokens if profile.speculation else 0
     layer_bytes = layer_bytes_per_token(model, profile.kv_cache.dtype)
-    attention = model.attention_layers + (model.mtp_layers if mtp_drafts(profile) else 0)
-    layers_per_group = _layers_per_group([attention, model.linear_layers])
+    attention_layers = model.attention_layers + (model.mtp_layers if mtp_drafts(profile) else 0)
+    layers_per_group = _layers_per_group([attention_layers, model.linear_layers])
     indexer = model.sparse_attention
     block_multiple = _block_multiple(model, profile)
     multiples = math.ceil(state_bytes(model, drafts) / layer_bytes / block_multiple)
@@ -97,17 +97,17 @@ def hybrid_shape(model: Architecture, profile: Profile) -> CacheShape:
         keys = block_tokens // indexer.compression + indexer.ring_tokens(drafts)
         index_bytes = keys * indexer.index_width * 2
     # The state of the n-gram layer has a different size, so it needs a separate group.
-    groups = math.ceil(model.linear_layers / layers_per_group) + bool(model.ngram_table)
+    state_groups = math.ceil(model.linear_layers / layers_per_group) + bool(model.ngram_table)
     return CacheShape(
         block_tokens=block_tokens,
         block_bytes=(block_tokens * layer_bytes + index_bytes) * layers_per_group,
-        attention_groups=math.ceil(attention / layers_per_group),
-        state_blocks=groups * _states_per_request(profile) + bool(indexer),
+        attention_groups=math.ceil(attention_layers / layers_per_group),
+        state_blocks=state_groups * _states_per_request(profile) + bool(indexer),
     )
 
 
 def _rank_architecture(model: Architecture, ranks: int) -> Architecture:
-    """Return the architecture with the KV heads per rank; ranks share heads if there are fewer."""
+    """Return the architecture with one rank's heads; ranks share KV heads if there are too few."""
     net = model.linear_attention
     return replace(
         model,
@@ -118,7 +118,7 @@ def _rank_architecture(model: Architecture, ranks: int) -> Architecture:
 
 
 def _states_per_request(profile: Profile) -> int:
-    # With prefix caching a request also keeps the state at the last block's edge.
+    # With prefix caching, a request also keeps the state at the last block's edge.
     drafts = profile.speculation.tokens if profile.speculation else 0
     return (2 if profile.prefix_caching else 1) + drafts
 
@@ -138,10 +138,10 @@ def _block_multiple(model: Architecture, profile: Profile) -> int:
 def layer_bytes_per_token(model: Architecture, dtype: str) -> int:
     if dtype in TURBOQUANT:
         key_bits, value_bits, scales = TURBOQUANT[dtype]
-        head = model.head_width * (key_bits + value_bits) // 8 + scales
-        return model.kv_heads * head
-    width = 1 if dtype.startswith("fp8") else 2
-    return 2 * model.kv_heads * model.head_width * width
+        head_bytes = model.head_width * (key_bits + value_bits) // 8 + scales
+        return model.kv_heads * head_bytes
+    value_bytes = 1 if dtype.startswith("fp8") else 2
+    return 2 * model.kv_heads * model.head_width * value_bytes
 
 
 def state_bytes(model: Architecture, drafts: int) -> int:
@@ -160,20 +160,21 @@ def _layers_per_group(kinds: Iterable[int]) -> int:
 
 
 def measured_cache(model: Model, profile: Profile) -> MeasuredCache | None:
-    """Return the cache size that an engine measured, if it cannot be computed and applies here."""
+    """Return an engine's measured cache size, if none can be computed and the profile matches."""
     if not isinstance(model, PlainModel):
         return None
     measured = model.anatomy.counted if model.anatomy and model.anatomy.cache_unknown else None
-    same = measured is not None and measured.kv_cache == profile.kv_cache.dtype
-    return measured if same and profile.speculation is None else None
+    matches = measured is not None and measured.kv_cache == profile.kv_cache.dtype
+    return measured if matches and profile.speculation is None else None
 
 
 def _plain_shape(model: PlainModel, profile: Profile) -> CacheShape | None:
     """Return the cache shape of a published model; ``None`` if unknown."""
     if (measured := measured_cache(model, profile)) is not None:
-        return CacheShape(_PAGE_TOKENS, _PAGE_TOKENS * measured.token_bytes, 1, 0)
-    anatomy, width = model.anatomy, relative_cache_size(profile.kv_cache.dtype)
-    if anatomy is None or anatomy.cache_unknown or not anatomy.cache or width is None:
+        page_bytes = _PAGE_TOKENS * measured.token_bytes
+        return CacheShape(_PAGE_TOKENS, page_bytes, attention_groups=1, state_blocks=0)
+    anatomy, relative_size = model.anatomy, relative_cache_size(profile.kv_cache.dtype)
+    if anatomy is None or anatomy.cache_unknown or not anatomy.cache or relative_size is None:
         return None
     drafter = profile.speculation.anatomy if profile.speculation else None
     if drafter is not None and drafter.cache_unknown:
@@ -183,10 +184,10 @@ def _plain_shape(model: PlainModel, profile: Profile) -> CacheShape | None:
     attention = [layer for layer in layers if layer.kind != "state"]
     configured = parse_whole_number(canonical_options(profile.options).get("block-size"))
     page_tokens = configured or _PAGE_TOKENS
-    sizes = {max(1, round(layer.token_bytes * width)) for layer in attention}
-    if len(sizes) != 1 or len(states) > 1:
-        return _upper_bound_shape(layers, width, page_tokens)
-    return _grouped_shape(attention, states, sizes.pop(), page_tokens, profile)
+    token_sizes = {max(1, round(layer.token_bytes * relative_size)) for layer in attention}
+    if len(token_sizes) != 1 or len(states) > 1:
+        return _upper_bound_shape(layers, relative_size, page_tokens)
+    return _grouped_shape(attention, states, token_sizes.pop(), page_tokens, profile)
 
 
 def _grouped_shape(
@@ -216,13 +217,15 @@ def _grouped_shape(
     )
 
 
-def _upper_bound_shape(layers: Iterable[CacheLayers], width: float, page_tokens: int) -> CacheShape:
-    """Overestimate mixed layer sizes: count each as if it kept the whole context."""
-    layers = tuple(layers)
-    per_token = sum(round(layer.token_bytes * width) * layer.layers for layer in layers)
+def _upper_bound_shape(
+    layers: tuple[CacheLayers, ...], relative_size: float, page_tokens: int
+) -> CacheShape:
+    """Return an upper bound, as if each layer kept the whole context."""
+    per_token = sum(round(layer.token_bytes * relative_size) * layer.layers for layer in layers)
     states = sum(layer.state_bytes * layer.layers for layer in layers)
     block_bytes = max(1, per_token) * page_tokens
-    return CacheShape(page_tokens, block_bytes, 1, math.ceil(states / block_bytes))
+    state_blocks = math.ceil(states / block_bytes)
+    return CacheShape(page_tokens, block_bytes, attention_groups=1, state_blocks=state_blocks)
 
 
 def relative_cache_size(dtype: str) -> float | None:

@@ -219,13 +219,13 @@ def missing_bytes(model: Model, profile: Profile, settings: Settings) -> int:
     shape = cache_shape(model, profile, settings.ranks)
     # If the cache size is unknown, the engine reports at startup whether a request fits.
     blocks = shape.request_blocks(context_tokens(model, profile)) if shape else 0
-    request = blocks * shape.block_bytes if shape else 0
+    request_bytes = blocks * shape.block_bytes if shape else 0
     available = settings.memory.total_bytes - settings.reserved_bytes
-    return max(fixed + request - budget, budget - available)
+    return max(fixed + request_bytes - budget, budget - available)
 
 
 def _budget_bytes(profile: Profile, settings: Settings, fixed_bytes: int) -> int:
-    """Return the engine's memory limit: the configured fraction, or less because of the reserve."""
+    """Return the engine's memory limit, from the cache size or the fraction and reserve."""
     memory = settings.memory
     if profile.kv_cache.size_bytes:
         return fixed_bytes + profile.kv_cache.size_bytes
@@ -247,6 +247,7 @@ def loaded_bytes(model: Model, profile: Profile, ranks: int = 1) -> tuple[int, i
 
 
 def _model_bytes(model: Model, profile: Profile, ranks: int) -> tuple[int, int]:
+    """Return the bytes of the model and of its MTP layers on each rank."""
     factor, vision = model.memory.weights_factor, vision_bytes(model, profile)
     if isinstance(model, PlainModel):
         if model.anatomy is None:
@@ -303,7 +304,7 @@ def runtime_bytes(model: Model, profile: Profile) -> int:
 
 
 def adapter_rank(model: Model) -> int:
-    """Return the width of the LoRA slots; 0 without adapters."""
+    """Return the rank of the LoRA slots; 0 without adapters."""
     widest = max((adapter.rank for adapter in model.adapters.values()), default=0)
     return next((rank for rank in _ADAPTER_RANKS if rank >= widest), widest) if widest else 0
 

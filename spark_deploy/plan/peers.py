@@ -66,21 +66,21 @@ def peer_urls(host: str, digest: str, members: Sequence[Member]) -> tuple[str, .
     """Return the URLs from which a host copies a tree, in the order to try.
 
     Hosts with the complete tree come first, in a different order for each client. Then come hosts
-    that are downloading it, and preceding hosts that start now, the nearest first. So hosts never
+    that are downloading it, and preceding hosts that start now, the nearest first. So no two hosts
     wait for each other, and the first host uses the hub. No host sends more than 8 copies at once.
     """
     position = [member.name for member in members].index(host)
-    rank = sum(member.trees.get(digest) == "missing" for member in members[:position])
+    earlier = sum(member.trees.get(digest) == "missing" for member in members[:position])
 
     def urls_of(state: State, candidates: Sequence[Member]) -> list[str]:
         return [m.url for m in candidates if m.name != host and m.trees.get(digest) == state]
 
     complete = urls_of("complete", members)
-    complete = complete if rank < _MAX_COPIES * len(complete) else []
-    turn = position % len(complete) if complete else 0
+    complete = complete if earlier < _MAX_COPIES * len(complete) else []
+    start = position % len(complete) if complete else 0
     running = urls_of("running", members)
     preceding = urls_of("missing", members[:position])
-    return (*complete[turn:], *complete[:turn], *running, *reversed(preceding[-_MAX_COPIES:]))
+    return (*complete[start:], *complete[:start], *running, *reversed(preceding[-_MAX_COPIES:]))
 
 
 def with_peers(work: Work, host: str, members: Sequence[Member]) -> Work:
@@ -105,15 +105,15 @@ def with_peers(work: Work, host: str, members: Sequence[Member]) -> Work:
 
 
 def _share_layers(work: Work, layers: LayersPlan, host: str, members: Sequence[Member]) -> Work:
-    """Return the job of an image with layers of the base from peers, or shared with them.
+    """Return an image's job that copies the base's layers from peers, or keeps them for peers.
 
     A host without peers keeps the blobs for hosts that join later.
     """
     urls = peer_urls(host, layers.digest, members)
     if not urls and layers.digest not in trees_to_share(host, members):
         return work
-    copied = replace(layers, peers=Peers(urls) if urls else None, keep=not urls)
-    file = ManagedFile(f"{work.job.dir}/layers.json", to_json(copied).encode())
+    shared_layers = replace(layers, peers=Peers(urls) if urls else None, keep=not urls)
+    file = ManagedFile(f"{work.job.dir}/layers.json", to_json(shared_layers).encode())
     argv = (*work.job.argv[:2], tool.LAYERS_OPTION, file.path, *work.job.argv[2:])
     job = replace(work.job, argv=argv, env={**work.job.env, **PYTHON})
     return replace(work, job=job, inputs=(*work.inputs, file))

@@ -59,10 +59,10 @@ def limits_drop_in(release: Release) -> str:
 
 
 def start_limits(release: Release) -> dict[str, float]:
-    """Return the restart delay, and after how many starts in which interval systemd gives up.
+    """Return the restart delay, and the number and interval of starts after which systemd gives up.
 
-    The interval covers starts in which every step times out, so that such an engine does not
-    restart indefinitely. The service also stops if a working engine crashes as often within it.
+    The interval is long enough for starts in which every step times out; such an engine must not
+    restart indefinitely. A working engine that crashes as often in this interval stops too.
     """
     starting_s = _STARTING_STEPS * _start_step_s(release)
     stopping_s = _STOPPING_STEPS * _stop_step_s(release)
@@ -203,9 +203,9 @@ def _request_defaults(
     if not serve.defaults:
         return (), {}
     if not plugin:
-        what = f"profile {profile.name} lacks the plugin, which applies request defaults"
+        message = f"profile {profile.name} lacks the plugin, which applies request defaults"
         fix = "choose a profile with plugin: true, or remove serve.defaults"
-        raise PlanError.single("serve.defaults", what, fix)
+        raise PlanError.single("serve.defaults", message, fix)
     values = {name: defaults.request for name, defaults in serve.defaults.items()}
     variable = {"SPARK_REQUEST_DEFAULTS": json.dumps(values, sort_keys=True)}
     return ("--middleware", "spark_vllm.served_names.RequestDefaults"), variable
@@ -214,8 +214,8 @@ def _request_defaults(
 def cache_dir(settings: Settings, profile: Profile, image: ImagePlan) -> str:
     """Return the folder of compile caches; each release has a separate folder in it.
 
-    It depends on the base image and the number of drafts, because the engine's cache key lacks the
-    drafts. It does not depend on the plugin, because compilers key on the source.
+    The path depends on the base image and the number of drafts, which the engine's cache key lacks.
+    It does not depend on the plugin, because the cache keys of compilers include the source.
     """
     drafts = profile.speculation.tokens if profile.speculation else 0
     return f"{settings.paths.cache_dir}/{units.cache_name(image.base, drafts)}"

@@ -43,22 +43,22 @@ Fits = Callable[[Settings], bool]
 
 def effective_profile(profile: Profile, settings: Settings) -> Profile:
     """Return the profile with the values that the settings override."""
-    engine = {f.name: getattr(settings.engine, f.name) for f in fields(settings.engine)}
+    overrides = {f.name: getattr(settings.engine, f.name) for f in fields(settings.engine)}
     if settings.checkpoint.source == "prebuilt" and profile.shared_experts == "fp8-donor":
         profile = replace(profile, shared_experts="fp8-base")
     if settings.engine.drafts is not None:
         profile = with_drafts(profile, settings.engine.drafts)
     parts = {
-        "limits": _override_fields(profile.limits, engine),
-        "speculation": profile.speculation and _override_fields(profile.speculation, engine),
+        "limits": _override_fields(profile.limits, overrides),
+        "speculation": profile.speculation and _override_fields(profile.speculation, overrides),
         "kv_cache": _override_fields(profile.kv_cache, {"size_gib": settings.engine.kv_cache_gib}),
         "layout": settings.checkpoint.layout,
     }
-    return _override_fields(profile, {**engine, **parts})
+    return _override_fields(profile, {**overrides, **parts})
 
 
 def with_drafts(profile: Profile, tokens: int) -> Profile:
-    """Return the profile with this number of drafts, and the matching acceptance check."""
+    """Return the profile with this many drafts, and with an acceptance check if there are any."""
     if not tokens:
         return replace(profile, speculation=None)
     drafts = profile.speculation or Speculation(method="mtp", tokens=tokens)
@@ -106,7 +106,7 @@ def resolve(settings: Settings, catalog: Catalog) -> Resolved:
 
     Raises SparkError with every reason why they cannot be served, and how to fix it.
     """
-    resolved = _fitting(settings, catalog)
+    resolved = _resolve_if_fits(settings, catalog)
     if resolved is None:
         model, profile = model_and_profile(settings, catalog)
         raise _memory_error(model, profile, settings, catalog, lambda s: can_serve(s, catalog))
@@ -117,23 +117,23 @@ def resolve_service(settings: Settings, name: str, catalog: Catalog) -> Resolved
     """Return model and profile of an additional service; raises like ``resolve``."""
     service = settings.service_settings(name)
     try:
-        resolved = _fitting(service, catalog)
+        resolved = _resolve_if_fits(service, catalog)
     except SparkError as error:
         raise PlanError(_prefixed(f"services.{name}", error.problems)) from error
     if resolved is None:
         model, profile = model_and_profile(service, catalog)
         configured = settings.services[name].memory_bytes
         needed = configured + missing_bytes(model, profile, service)
-        # The engine's memory fraction has two decimals here.
+        # Round up to hundredths, because the engine's memory fraction has two decimals.
         hundredths = -(-needed * 100 // service.memory.total_bytes)
         required_gib = math.ceil(hundredths * service.memory.total_bytes / 100 / GIB * 10) / 10
-        what = (
+        message = (
             f"{model.name} with {profile.name} needs {gib(needed)} "
             f"for one request of {context_tokens(model, profile):,} tokens, "
             f"but memory_gib is {gib(configured)}"
         )
         fix = f"set memory_gib to {required_gib}, or lower engine.max_context_tokens"
-        raise PlanError.single(f"services.{name}", what, fix)
+        raise PlanError.single(f"services.{name}", message, fix)
     return resolved
 
 
@@ -165,8 +165,8 @@ def model_and_profile(settings: Settings, catalog: Catalog) -> tuple[Model, Prof
     return catalog.model(settings.model), effective_profile(profile, settings)
 
 
-def _fitting(settings: Settings, catalog: Catalog) -> Resolved | None:
-    """Load, check, compute memory and apply guard rails; ``None`` if memory does not suffice."""
+def _resolve_if_fits(settings: Settings, catalog: Catalog) -> Resolved | None:
+    """Return the checked model and profile, or ``None`` if they do not fit in memory."""
     model, profile = model_and_profile(settings, catalog)
     reject_unbuildable_checkpoint(model, profile, settings)
     if problems := rails.model_profile_problems(model, profile, settings, catalog.engines):
@@ -182,16 +182,16 @@ def _fitting(settings: Settings, catalog: Catalog) -> Resolved | None:
 
 def can_serve(settings: Settings, catalog: Catalog) -> bool:
     try:
-        return _fitting(settings, catalog) is not None
+        return _resolve_if_fits(settings, catalog) is not None
     except SparkError:
         return False
 
 
 def _problems(
-    find: Callable[[], Resolved], settings: Settings, engines: Collection[str] | None
+    resolve_one: Callable[[], Resolved], settings: Settings, engines: Collection[str] | None
 ) -> list[Problem]:
     try:
-        resolved = find()
+        resolved = resolve_one()
     except SparkError as error:
         return list(error.problems)
     if engines is None:
@@ -217,11 +217,11 @@ def _memory_error(
 ) -> PlanError:
     """Return the error with the missing memory and the three cheapest suggestions.
 
-    ``fits`` checks settings like a plan.
+    ``fits`` returns whether changed settings could be planned.
     """
     weights, drafter = loaded_bytes(model, profile, settings.ranks)
     hosts = "one host" if settings.ranks == 1 else f"{settings.ranks} hosts, on each"
-    what = (
+    message = (
         f"does not fit on {hosts}: {gib(missing_bytes(model, profile, settings))} too large "
         f"(weights {gib(weights)}, drafter {gib(drafter)}, "
         f"runtime {gib(runtime_bytes(model, profile))}, "
@@ -242,7 +242,7 @@ def _memory_error(
         freezes = f"freezes with engine.memory_fraction above {_SAFE_FRACTION}"
         risk = f"; users report {freezes}" if changes else ""
         fix += f", or serve {model.name} on {count} hosts together (cluster.hosts){risk}"
-    return PlanError.single(f"model {model.name} with profile {profile.name}", what, fix)
+    return PlanError.single(f"model {model.name} with profile {profile.name}", message, fix)
 
 
 def _hosts_needed(settings: Settings, fits: Fits) -> int | None:
@@ -270,7 +270,7 @@ def _suggestions(adjustments: Sequence[Adjustment], settings: Settings, fits: Fi
 
 
 def _smallest_changes(chosen: Sequence[Adjustment], settings: Settings, fits: Fits) -> list[Any]:
-    """Return the smallest change to each setting that makes the deployment fit; [] if none does."""
+    """Return the smallest changes with which the deployment fits, by setting; [] if none do."""
     values = [adjustment.values[-1] for adjustment in chosen]
 
     def fits_with(index: int, value: Any) -> bool:
@@ -282,10 +282,10 @@ def _smallest_changes(chosen: Sequence[Adjustment], settings: Settings, fits: Fi
     if not fits_with(0, values[0]):
         return []
     for index, adjustment in enumerate(chosen):
-        last, fits_at = len(adjustment.values) - 1, functools.partial(fits_with, index)
-        values[index] = adjustment.values[
-            bisect.bisect_left(adjustment.values, True, hi=last, key=fits_at)
-        ]
+        fits_at = functools.partial(fits_with, index)
+        last = len(adjustment.values) - 1  # known to fit
+        smallest = bisect.bisect_left(adjustment.values, True, hi=last, key=fits_at)
+        values[index] = adjustment.values[smallest]
     return values
 
 
@@ -319,26 +319,25 @@ def _adjustments(
     higher = [value for value in fractions if value > profile.limits.memory_fraction]
     reserve_gib = math.ceil(settings.memory.reserve_bytes / GIB)
     reserves = range(reserve_gib - 1, _MIN_RESERVE_GIB - 1, -1)
-    share_gib = min(_service_memory_gib(settings), settings.memory.total_bytes // GIB + 1)
-    shares = range(share_gib - 1, len(settings.services) - 1, -1) if settings.services else ()
+    services_gib = min(_service_memory_gib(settings), settings.memory.total_bytes // GIB + 1)
+    totals = range(services_gib - 1, len(settings.services) - 1, -1) if settings.services else ()
     context = context_tokens(model, profile)
     halves = [context >> n for n in range(1, (context // _MIN_CONTEXT_TOKENS).bit_length())]
-    no_drafts = [0] * bool(profile.speculation)
+    no_drafts = [0] if profile.speculation else []
+    no_vision = [False] if profile.vision else []
+    no_cache_size = [None] if settings.engine.kv_cache_gib is not None else []
     names = ", ".join(f"services.{name}.memory_gib" for name in settings.services)
-    pinned = settings.engine.kv_cache_gib is not None
     engine = functools.partial(_setter, "engine")
     adjustments = [
-        Adjustment(
-            "vision", "set engine.vision to false", [False] * profile.vision, engine("vision")
-        ),
-        Adjustment("cache", "drop engine.kv_cache_gib", [None] * pinned, engine("kv_cache_gib")),
+        Adjustment("vision", "set engine.vision to false", no_vision, engine("vision")),
+        Adjustment("cache", "drop engine.kv_cache_gib", no_cache_size, engine("kv_cache_gib")),
         Adjustment(
             "fraction", "raise engine.memory_fraction to {}", higher, engine("memory_fraction")
         ),
         Adjustment(
             "reserve", "lower memory.reserve_gib to {}", reserves, _setter("memory", "reserve_gib")
         ),
-        Adjustment("services", f"lower {names} to {{}} together", shares, _scale_service_memory),
+        Adjustment("services", f"lower {names} to {{}} together", totals, _scale_service_memory),
         Adjustment(
             "context", "set engine.max_context_tokens to {}", halves, engine("max_context_tokens")
         ),
@@ -354,7 +353,7 @@ def _adjustments(
 
 
 def _all_fractions(catalog: Catalog) -> list[float]:
-    """Return every memory fraction, in hundredths, that no guard rail rejects by itself."""
+    """Return the memory fractions 0.01, 0.02, ... that no guard rail rejects by themselves."""
     limits = (
         rail.applies["memory_fraction"].get("above", 1.0)
         for rail in catalog.rails

@@ -99,21 +99,21 @@ def tokens_per_step(drafts: int) -> float:
 
 
 def expected_experts(model: Architecture, tokens: int) -> float:
-    """Return the expected number of experts per layer if tokens choose independently."""
-    skipped = 1 - model.experts_per_token / model.experts  # by a token
-    return model.experts * float(1 - skipped**tokens)
+    """Return how many experts per layer ``tokens`` use on average, if they choose independently."""
+    unused_by_token = 1 - model.experts_per_token / model.experts
+    return model.experts * float(1 - unused_by_token**tokens)
 
 
 def first_token_s(model: Architecture, tokens: int, cached_tokens: int = 0) -> float:
     """Return the computed time to read ``tokens``, in addition to ``cached_tokens``."""
     sizes = weight_sizes(model)
-    experts = sizes.experts_bytes * model.experts_per_token / model.experts
-    weights = experts / SCHEME_BYTES[model.experts_scheme]
-    weights += sizes.attention_bytes / SCHEME_BYTES[model.attention_scheme]
-    weights += (sizes.shared_bytes + sizes.routers_bytes + sizes.hyper_bytes) / 2
-    attention = 4 * model.attention_layers * model.attention_heads * model.head_width
+    used_experts_bytes = sizes.experts_bytes * model.experts_per_token / model.experts
+    parameters = used_experts_bytes / SCHEME_BYTES[model.experts_scheme]
+    parameters += sizes.attention_bytes / SCHEME_BYTES[model.attention_scheme]
+    parameters += (sizes.shared_bytes + sizes.routers_bytes + sizes.hyper_bytes) / 2
+    flops_per_key = 4 * model.attention_layers * model.attention_heads * model.head_width
     keys = _attended_tokens(model, cached_tokens + tokens / 2)
-    flops = tokens * (2 * weights + attention * keys)
+    flops = tokens * (2 * parameters + flops_per_key * keys)
     return flops / PROMPT_FLOPS_PER_S
 
 
@@ -133,10 +133,10 @@ def next_turn_s(
 
 
 def best_speedup(model: HybridModel, profile: Profile) -> Speedup | None:
-    """Return the setting whose change increases the computed speed most, if it is worthwhile."""
-    now = compute_speed(model.architecture, profile).tokens_per_s
+    """Return the change that increases the computed speed most, if the gain is worthwhile."""
+    current = compute_speed(model.architecture, profile).tokens_per_s
     speedups = [
-        Speedup(setting, compute_speed(model.architecture, other).tokens_per_s / now - 1)
+        Speedup(setting, compute_speed(model.architecture, other).tokens_per_s / current - 1)
         for setting, other in _possible_changes(model, profile)
     ]
     best = max(speedups, key=lambda speedup: speedup.gain, default=None)
@@ -161,17 +161,17 @@ def step_reads(
     requests: int = 1,
     context_tokens: int = 0,
 ) -> Iterator[tuple[str, float, float]]:
-    """Yield the cause, bytes and efficiency of what a step reads and writes, without the drafter.
+    """Yield the cause, bytes and efficiency of a step's reads and writes, without the drafter's.
 
-    The step verifies ``drafts`` of each request.
+    The step verifies ``drafts`` tokens of each request.
     """
     sizes, tokens = weight_sizes(model), requests * (1 + drafts)
-    touched = expected_experts(model, tokens) / model.experts
+    used_share = expected_experts(model, tokens) / model.experts
     head_bytes = sizes.head_bytes if profile.head == "keep" else sizes.head_int8_bytes
-    cache = model.attention_layers * layer_bytes_per_token(model, profile.kv_cache.dtype)
-    # Read once; written for each token, so that a rejected draft can be undone.
-    states = model.linear_layers * state_bytes(model, drafts) * (2 + drafts)
-    yield "routed experts", sizes.experts_bytes * touched, LARGE_INT4
+    token_bytes = model.attention_layers * layer_bytes_per_token(model, profile.kv_cache.dtype)
+    # A state is read once, and written for each token, so that rejected drafts can be undone.
+    states_bytes = model.linear_layers * state_bytes(model, drafts) * (2 + drafts)
+    yield "routed experts", sizes.experts_bytes * used_share, LARGE_INT4
     efficiency = LARGE_INT4 if model.attention_scheme == "int4" else SMALL
     yield "attention weights", attention_bytes(model, profile), efficiency
     yield "shared experts", _shared_bytes(model, profile), SMALL
@@ -179,9 +179,9 @@ def step_reads(
     yield "routers", sizes.routers_bytes, SMALL
     if model.hyper_connections:
         yield "hyper-connections", sizes.hyper_bytes, SMALL
-    yield "states of linear layers", requests * states, LARGE_INT4
+    yield "states of linear layers", requests * states_bytes, LARGE_INT4
     keys = _attended_tokens(model, context_tokens)
-    yield "KV cache", requests * keys * cache, LARGE_INT4
+    yield "KV cache", requests * keys * token_bytes, LARGE_INT4
     if indexer := model.sparse_attention:
         index = context_tokens / indexer.compression * indexer.index_width * 2
         yield "index", requests * model.attention_layers * index, LARGE_INT4
@@ -196,7 +196,8 @@ def _step_parts(
         model, profile, drafts, requests, context_tokens
     ):
         seconds = _seconds(size_bytes, efficiency)
-        head_s = seconds if cause == _HEAD else head_s
+        if cause == _HEAD:
+            head_s = seconds
         yield cause, seconds
     yield "launches", model.layers * LAYER_OVERHEAD_S
     if profile.kv_cache.dtype in TURBOQUANT:
@@ -210,9 +211,9 @@ def _step_parts(
 def _mtp_layer_s(model: Architecture, requests: int) -> float:
     """Return the time for an MTP layer per draft; INT4 uses the same kernels as the model."""
     mtp = mtp_layer_bytes(model)
-    replaceable = mtp.attention + expected_experts(model, requests) * mtp.expert
+    quantizable = mtp.attention + expected_experts(model, requests) * mtp.expert
     efficiency = LARGE_INT4 if model.mtp_scheme == "int4" else SMALL
-    return _seconds(mtp.plain, SMALL) + _seconds(replaceable, efficiency) + LAYER_OVERHEAD_S
+    return _seconds(mtp.plain, SMALL) + _seconds(quantizable, efficiency) + LAYER_OVERHEAD_S
 
 
 def _seconds(size_bytes: float, efficiency: float) -> float:
@@ -222,7 +223,7 @@ def _seconds(size_bytes: float, efficiency: float) -> float:
 def _shared_bytes(model: Architecture, profile: Profile) -> int:
     sizes = weight_sizes(model)
     if profile.shared_experts == "keep":
-        # The only part quantized at load time, in profile online-fp8.
+        # Profile online-fp8 quantizes only this part when the model is loaded.
         return sizes.shared_fp8_bytes if quantizes_online(profile) else sizes.shared_bytes
     int8 = profile.shared_experts == "int8-g128"
     return sizes.shared_int8_bytes if int8 else sizes.shared_fp8_bytes

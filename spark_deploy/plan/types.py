@@ -228,7 +228,7 @@ class MemoryPlan:
         return self.total_bytes - self.engine_bytes - self.kv_cache_bytes
 
     def counted_tokens(self, request_tokens: int) -> int | None:
-        """Return the capacity as the engine counts it: full-length requests, each with a state."""
+        """Return the cache's capacity as the engine counts it, with all requests at full length."""
         users = self.full_context_users
         return None if users is None else int(users * request_tokens)
 

@@ -18,7 +18,7 @@ _TOKENIZER = "tokenizer.json"
 def vocabulary_plan(
     model: Model, profile: Profile, settings: Settings, source: LockedSource, checkpoint_dir: str
 ) -> VocabularyPlan | None:
-    """Return the plan for ranking the drafter's tokens by a text; ``None`` without a text."""
+    """Return the plan for ranking tokens by a text; ``None`` if no text is configured."""
     drafts = profile.speculation
     if isinstance(model, PlainModel) or not (
         drafts and drafts.draft_vocabulary_text and drafts.draft_vocabulary_tokens

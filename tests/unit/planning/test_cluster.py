@@ -172,10 +172,10 @@ def readdressed(ports, *addresses):
     [
         (readdressed((LAN, *cabled_ports(0, 11)), "192.168.100.2/24", "192.168.100.11/24",
                      "192.168.101.11/24"),
-         "spark-2: enp1s0f0np0: 192.168.100.0/24 is also the network of enP7s7"),
+         "spark-2: enp1s0f0np0: enP7s7 is also in 192.168.100.0/24"),
         (readdressed((LAN, *cabled_ports(0, 11)), "192.168.1.2/24", "192.168.100.11/24",
                      "192.168.100.12/24"),
-         "spark-2: enP2p1s0f0np0: 192.168.100.0/24 is also the network of enp1s0f0np0"),
+         "spark-2: enP2p1s0f0np0: enp1s0f0np0 is also in 192.168.100.0/24"),
         ((LAN, *cabled_ports(1, 10)), "spark-2: cluster: this port has the same address"),
     ],
 )  # fmt: skip
