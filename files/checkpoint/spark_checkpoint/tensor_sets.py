@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Container, Iterable, Mapping, Set
 from heapq import nsmallest
+from itertools import chain
 
 from spark_contract.builder_api import (
     BuildPlan,
@@ -73,7 +74,7 @@ def list_names(names: Collection[str]) -> str:
 def check_same_names(
     where: str, subject: str, actual: Iterable[str], expected: Iterable[str]
 ) -> None:
-    """Raise ValidationError with differing names and likely causes unless the sets are equal."""
+    """Raise ValidationError if the names differ; list the differences and their likely causes."""
     # Do not copy sets, because a large model has 280,000 names.
     actual = actual if isinstance(actual, Set) else set(actual)
     expected = expected if isinstance(expected, Set) else set(expected)
@@ -101,7 +102,7 @@ def unmatched_donor_names(
 ) -> set[str]:
     """Return the donor's names that are neither in the base nor in swapped modules.
 
-    Routed experts are ignored; MTP tensors are always unmatched.
+    Routed experts are left out. MTP tensors count as missing from the base.
     """
     swapped = {module + suffix for module in swap for suffix in (WEIGHT, SCALE)}
     return {
@@ -118,7 +119,7 @@ def planned_shapes(plan: BuildPlan) -> dict[str, DonorShape]:
 
 
 def check_planned_shapes(plan: BuildPlan, base: Mapping[str, Tensor]) -> dict[str, DonorShape]:
-    """Return the planned shapes by module; the base must have these shapes."""
+    """Check that the base has the planned shapes, and return them by module."""
     planned = planned_shapes(plan)
     if planned:
         check_same_names("donor_shapes", "modules of the plan", planned, base)
@@ -150,7 +151,7 @@ def block_grid(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, int
 def check_fp8_weight(
     where: str, shape: tuple[int, ...], weight: Tensor, scale: Tensor, block: tuple[int, int]
 ) -> None:
-    """Check dtypes and shapes of an FP8 weight, which must have ``shape``, and its block scales."""
+    """Check an FP8 weight, which must have ``shape``, and the scales of its blocks."""
     if len(shape) != 2:
         raise ValidationError(where + WEIGHT, f"is {list(shape)}, expected a matrix", _FP8_FIX)
     for suffix, tensor, dtypes, expected in (
@@ -166,8 +167,9 @@ def check_fp8_weight(
 
 
 def check_packable(name: str, tensor: Tensor, bits: int) -> None:
-    """Raise ValidationError if a 16-bit weight cannot be packed into this number of bits."""
-    reason, codes_per_word = "", 32 // bits
+    """Raise ValidationError if a weight cannot be packed with this number of bits per value."""
+    codes_per_word = 32 // bits
+    reason = ""
     if tensor.dtype not in SIXTEEN_BIT or len(tensor.shape) != 2:
         reason = f"is {tensor.dtype} {list(tensor.shape)}, expected a 16-bit matrix"
     elif tensor.shape[1] % 128:
@@ -184,7 +186,7 @@ def check_packable(name: str, tensor: Tensor, bits: int) -> None:
 
 
 def overlay_name(name: str) -> str:
-    """Return the name for a new tensor in an overlay; the base's tensor keeps its own name.
+    """Add a suffix to the name of a new tensor, because an overlay keeps the base's tensor, too.
 
     MTP tensors get no suffix, because their files are rewritten.
     """
@@ -194,7 +196,7 @@ def overlay_name(name: str) -> str:
 
 
 def replacement_names(plan: BuildPlan) -> dict[str, tuple[str, ...]]:
-    """Map each replaced name to the names of its new tensors."""
+    """Map each replaced tensor to the names of its new tensors, or to () if it is removed."""
     suffixes: dict[str, tuple[str, ...]] = {}
     if plan.shared_experts == "int8-g128":
         suffixes.update({module + WEIGHT: _PACKED for module in swapped_modules(plan)})
@@ -207,8 +209,8 @@ def replacement_names(plan: BuildPlan) -> dict[str, tuple[str, ...]]:
         tables = (pattern for pattern in plan.base_tensors if NGRAM_TABLE in pattern)
         suffixes.update({name: () for pattern in tables for name in expand(pattern)})
     return {
-        name: tuple(name.removesuffix(WEIGHT) + suffix for suffix in new)
-        for name, new in suffixes.items()
+        name: tuple(name.removesuffix(WEIGHT) + suffix for suffix in new_suffixes)
+        for name, new_suffixes in suffixes.items()
     }
 
 
@@ -223,14 +225,12 @@ def base_patterns(plan: BuildPlan) -> list[str]:
 def check_result_names(where: str, actual: Collection[str], plan: BuildPlan, layout: str) -> None:
     """Raise ValidationError unless the names are those of the plan's result.
 
-    Patterns are expanded only for the error, because the names take much memory.
+    All expected names are listed only for the error, because they take much memory.
     """
     replaced = replacement_names(plan)
-    new = {
-        overlay_name(name) if layout == "overlay" else name
-        for names in replaced.values()
-        for name in names
-    }
+    new = set(chain.from_iterable(replaced.values()))
+    if layout == "overlay":
+        new = set(map(overlay_name, new))
     patterns = [*base_patterns(plan), *plan.mtp_tensors]
     # After undoing the replacements, the names must be those of the base.
     names = set(actual)

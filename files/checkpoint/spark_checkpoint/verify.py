@@ -70,9 +70,10 @@ def write_receipt(directory: Path, receipt: receipts.Receipt) -> None:
 
 
 def verify_checkpoint(directory: Path, progress: Progress, *, full: bool) -> receipts.AnyReceipt:
-    """Check a checkpoint: files, sizes, headers, index and hashes; return the receipt.
+    """Check the files, headers, index and hashes of a checkpoint, and return its receipt.
 
-    Unless ``full``, hash only files whose stat differs from the receipt, and update the receipt.
+    Without ``full``, hash only files whose size, time or inode differs from the receipt. If the
+    hashes match, update the receipt.
     """
     if not directory.is_dir():
         raise InputError(str(directory), "is not a directory", "check the path")
@@ -193,11 +194,11 @@ def create_checkpoint(
 ) -> None:
     """Create, verify and publish a plan's checkpoint, unless it already exists.
 
-    ``write(work_dir, result_dir)`` writes checkpoint and receipt. Files in ``work_dir`` stay after
-    an interruption, so that the next run can resume.
+    ``write(work_dir, result_dir)`` writes the checkpoint and its receipt. Files in ``work_dir``
+    stay after an interruption, so that the next run can resume.
     """
 
-    def exists() -> bool:
+    def verify_existing() -> bool:
         if not plan.out_dir.exists():
             return False
         receipt = load_receipt(plan.out_dir)
@@ -210,12 +211,12 @@ def create_checkpoint(
         return True
 
     work = partial_dir(plan.out_dir)
-    if exists():
+    if verify_existing():
         shutil.rmtree(work, ignore_errors=True)
         return
     with storage.lock_directory(work):
         # Another process may have created it while this process waited for the lock.
-        if exists():
+        if verify_existing():
             return
         result_dir = partial_tree(plan.out_dir)
         write(work, result_dir)
@@ -228,10 +229,10 @@ def create_checkpoint(
 def hash_base(
     plan: BuildPlan, rewritten: Collection[str], progress: Progress
 ) -> dict[str, FileHashes]:
-    """Return the hashes of each base file, with pieces for ``rewritten`` files.
+    """Return the hashes of each base file, with the hashes of pieces for ``rewritten`` files.
 
-    For a pinned revision, the hashes come from the receipt, except for changed files and missing
-    pieces.
+    If the revision is pinned, take them from the receipt, and hash only changed files and files
+    whose pieces it lacks.
     """
     directory = plan.base_dir
     if plan.base.revision is None:
@@ -301,16 +302,16 @@ def discard_base(base: Path, tree: Path, progress: Progress) -> None:
     receipt = verify_checkpoint(tree, progress, full=True)
     if not isinstance(receipt, receipts.CheckpointReceipt) or receipt.plan.layout != "full":
         raise ValidationError(str(tree), "is not a full-layout checkpoint", "keep the base")
-    planned = receipt.plan.base_dir
-    if planned != Path(os.path.abspath(base)):
-        fix = f"pass {planned} as the base"
-        raise ValidationError(str(tree), f"was built from {planned}, not from {base}", fix)
+    actual_base = receipt.plan.base_dir
+    if actual_base != Path(os.path.abspath(base)):
+        fix = f"pass {actual_base} as the base"
+        raise ValidationError(str(tree), f"was built from {actual_base}, not from {base}", fix)
     if load_receipt(base) is None and any(base.iterdir()):
         fix = "remove the directory yourself"
         raise ValidationError(str(base), "has no receipt, so it was not removed", fix)
     freed_bytes = shared_bytes = 0
     base_receipt = base / RECEIPT_NAME
-    # The receipt is removed last, because it marks the directory as managed.
+    # Remove the deepest paths first, but the receipt last, because it marks a managed directory.
     for path in sorted(base.rglob("*"), key=lambda path: (path == base_receipt, -len(path.parts))):
         if path.is_dir() and not path.is_symlink():
             os.rmdir(path)

@@ -43,7 +43,7 @@ def count_names(pattern: str) -> int:
 
 
 def remove_exact_matches(names: set[str], patterns: Iterable[str]) -> bool:
-    """Remove the patterns' names from ``names``; return whether both had exactly the same names."""
+    """Return whether the patterns expand to exactly these names; remove the ones that match."""
     for pattern in patterns:
         for name in expand(pattern):
             if name not in names:
@@ -63,7 +63,7 @@ def expand_all(patterns: Iterable[str]) -> set[str]:
 
 
 def _alternatives(pattern: str) -> list[list[str]]:
-    """Return each part's alternatives in order; literal text has a single alternative."""
+    """Split a pattern into parts, and list the alternatives of each; literal text has only one."""
     alternatives: list[list[str]] = []
     # Because _BRACE has a group, split alternates between literal text and brace contents.
     for index, part in enumerate(_BRACE.split(pattern)):
@@ -244,8 +244,8 @@ class RequantizePlan:
         check_pattern("gpu", self.gpu, _DIRECTORY)
         check_plain_directory("out", self.out)
         check_range("iters", self.iters, 0)
-        for where in ("layers", "nsamples", "seqlen", "batch"):
-            check_range(where, getattr(self, where), 1)
+        for name in ("layers", "nsamples", "seqlen", "batch"):
+            check_range(name, getattr(self, name), 1)
         if not self.base_tensors:
             raise DocumentError("base_tensors: empty")
 
@@ -274,8 +274,8 @@ class RankPlan:
         check_pattern("tokenizer", self.tokenizer, _DIRECTORY)
         check_pattern("text", self.text, _DIRECTORY)
         check_plain_directory("out", self.out)
-        for where in ("vocabulary", "tokens"):
-            check_range(where, getattr(self, where), 1)
+        for name in ("vocabulary", "tokens"):
+            check_range(name, getattr(self, name), 1)
 
     @property
     def out_dir(self) -> Path:

@@ -55,7 +55,7 @@ def to_json(value: Any) -> str:
 
 
 def read(kind: type[_T], data: object) -> _T:
-    """Return the document in parsed JSON; DocumentError if version or structure differ."""
+    """Convert parsed JSON to a document; raise DocumentError if version or structure is wrong."""
     document: _T = _read(kind, data, "")
     return document
 
@@ -129,13 +129,16 @@ def _check_literal(allowed: tuple[Any, ...], data: Any, path: str) -> Any:
 
 
 def _read_tuple(kind: Any, data: Any, path: str) -> Any:
-    items, item_kinds = _require_type(list, "a list", data, path), get_args(kind)
-    if item_kinds[1:] == (...,):
+    items = _require_type(list, "a list", data, path)
+    item_kinds = get_args(kind)
+    if item_kinds[1:] == (...,):  # tuple[X, ...]
         item_kinds = item_kinds[:1] * len(items)
     if len(item_kinds) != len(items):
         raise _error(path, f"expected {len(item_kinds)} values, got {len(items)}")
-    numbered = enumerate(zip(item_kinds, items, strict=True))
-    return tuple(_read(item_kind, item, f"{path}[{i}]") for i, (item_kind, item) in numbered)
+    return tuple(
+        _read(item_kind, item, f"{path}[{index}]")
+        for index, (item_kind, item) in enumerate(zip(item_kinds, items, strict=True))
+    )
 
 
 def _read_mapping(kind: Any, data: Any, path: str) -> Any:

@@ -104,7 +104,7 @@ class TransferOptions:
 
     @property
     def min_bytes_per_s(self) -> float:
-        """Return the rate below which a mirror or peer is abandoned: at most half the limit."""
+        """Return the rate below which a slow source is abandoned: at most half the rate limit."""
         if self.rate_limit_bytes_per_s is None:
             return self.slow_bytes_per_s
         return min(self.slow_bytes_per_s, self.rate_limit_bytes_per_s / 2)
@@ -219,14 +219,16 @@ def parse_reference(text: str) -> Reference:
 
 
 def parse_challenge(challenge: str, schemes: Iterable[str]) -> tuple[str, dict[str, str]] | None:
-    """Return URL and parameters of the token service in a 401 challenge, or None.
+    """Return the URL and parameters of the token service from a 401 challenge, or None.
 
-    The URL must have one of the ``schemes``: an https registry must not redirect to http.
+    The URL must have one of the ``schemes``, because an https registry must not redirect to http.
     """
+    if not challenge.startswith("Bearer "):
+        return None
     parameters = dict(_CHALLENGE_PARAMETER.findall(challenge))
     realm = parameters.pop("realm", "")
     is_allowed = realm.startswith(tuple(f"{scheme}://" for scheme in schemes))
-    return (realm, parameters) if challenge.startswith("Bearer ") and is_allowed else None
+    return (realm, parameters) if is_allowed else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,10 +17,10 @@ def write_text(path: Path, text: str, mode: int = 0o644) -> None:
     write_chunks(path, [text.encode()], mode)
 
 
-def write_chunks(path: Path, pieces: Iterable[bytes], mode: int = 0o644) -> None:
+def write_chunks(path: Path, chunks: Iterable[bytes], mode: int = 0o644) -> None:
     """Write a file atomically and durably."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    _remove_stale(path)
+    _remove_stale_files(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         descriptor = _create_file(temporary, mode)
@@ -28,8 +28,8 @@ def write_chunks(path: Path, pieces: Iterable[bytes], mode: int = 0o644) -> None
         raise OSError(error.errno, error.strerror, str(path)) from error
     try:
         os.fchmod(descriptor, mode)
-        for piece in pieces:
-            write_all(descriptor, piece)
+        for chunk in chunks:
+            write_all(descriptor, chunk)
         sync(descriptor)
     except OSError as error:
         temporary.unlink()
@@ -40,11 +40,12 @@ def write_chunks(path: Path, pieces: Iterable[bytes], mode: int = 0o644) -> None
     sync_directory(path.parent)
 
 
-def _remove_stale(path: Path) -> None:
+def _remove_stale_files(path: Path) -> None:
+    """Remove the temporary files of processes that were killed while they wrote ``path``."""
     prefix = f".{path.name}."
     with os.scandir(path.parent) as entries:
-        stale = [entry for entry in entries if entry.name.startswith(prefix)]
-    for entry in stale:
+        matching = [entry for entry in entries if entry.name.startswith(prefix)]
+    for entry in matching:
         process_id = entry.name.removeprefix(prefix)
         if process_id.isdecimal() and not _is_running(int(process_id)):
             Path(entry).unlink(missing_ok=True)
@@ -122,6 +123,6 @@ def load(kind: type[_T], path: Path, problem_if_missing: str) -> _T:
 
 
 def now(plus_s: float = 0) -> str:
-    """Return the current UTC time, plus seconds, as ISO 8601."""
+    """Return the UTC time in ``plus_s`` seconds from now, as ISO 8601."""
     time = datetime.now(timezone.utc) + timedelta(seconds=plus_s)
     return time.strftime("%Y-%m-%dT%H:%M:%SZ")

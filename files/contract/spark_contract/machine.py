@@ -82,9 +82,10 @@ class FreeBlocks:
     by_size: tuple[tuple[int, int], ...]  # (block size, bytes in free blocks of this size)
 
     def free_bytes(self, min_block_bytes: int = 0) -> int:
-        """Return the bytes in free blocks of at least this size, or the kernel's largest size."""
-        min_block_bytes = min(min_block_bytes, self.by_size[-1][0])
-        return sum(free for size, free in self.by_size if size >= min_block_bytes)
+        """Sum the free blocks of at least this size; always count those of the largest size."""
+        largest_size, _ = self.by_size[-1]
+        min_size = min(min_block_bytes, largest_size)
+        return sum(free for size, free in self.by_size if size >= min_size)
 
     def is_low(self, needed_bytes: int) -> bool:
         return self.free_bytes(DRIVER_BLOCK_BYTES) < min(LOW_BYTES, needed_bytes)
@@ -113,7 +114,7 @@ class FreeBlocks:
 
 
 def parse_buddyinfo(text: str, page_bytes: int) -> FreeBlocks | None:
-    """Sum the free blocks of all zones by block size; return None for other text."""
+    """Sum the free blocks of all zones by block size; return None if the text lists no zones."""
     rows = re.findall(r"^Node +\d+, zone +\w+((?: +\d+)+)", text, re.M)
     columns = zip(*(row.split() for row in rows), strict=False)
     by_size = []

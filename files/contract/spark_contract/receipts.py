@@ -66,7 +66,7 @@ class Receipt:
             raise DocumentError(f"files: {min(conflicts)!r} is both a file and a directory")
 
     def is_complete(self, tree: Path) -> bool:
-        """Return whether all files exist with their sizes; does not read them."""
+        """Return whether all files exist with the recorded sizes, without reading them."""
         try:
             return all((tree / file.path).stat().st_size == file.size_bytes for file in self.files)
         except OSError:
@@ -130,16 +130,17 @@ def find_receipt(tree: Path) -> AnyReceipt | None:
 
 
 def find_writable_by_others(tree: Path) -> str | None:
-    """Return a path that another account could change, and the reason, or None."""
+    """Describe the first path that another account could change, or return None."""
     for directory, folders, files in os.walk(tree):
-        for path in (Path(directory), *(Path(directory) / name for name in (*files, *folders))):
+        for name in (".", *files, *folders):
+            path = Path(directory, name)
             if (reason := why_writable_by_others(path)) is not None:
                 return f"{path} {reason}"
     return None
 
 
 def why_writable_by_others(file: Path | int) -> str | None:
-    """Return why another account could write to a file or folder, or None."""
+    """Return why another account could write to a path or an open descriptor, or None."""
     status = os.fstat(file) if isinstance(file, int) else file.lstat()
     if stat.S_ISLNK(status.st_mode):
         return "is a link"

@@ -53,7 +53,7 @@ def drop_in_dir(unit: str) -> str:
 
 
 def mount_unit(path: str) -> str:
-    """Return the name of a path's mount unit, escaped as by ``systemd-escape --path``."""
+    """Return the name of a path's mount unit, escaped like ``systemd-escape --path``."""
     escaped = re.sub(r"[^A-Za-z0-9_.:/]", lambda m: f"\\x{ord(m[0]):02x}", path.strip("/"))
     return f"{escaped.replace('/', '-')}.mount"
 
@@ -125,18 +125,19 @@ def find_unit_overrides(lines: Iterable[str], root: str = "") -> tuple[str, ...]
     """Return unmanaged drop-ins, masks and unit files that change our units."""
     paths = []
     for line in lines:
-        kind, _, path = line.partition(" ")
-        directory, _, name = path.removeprefix(root).partition("/ ")
+        kind, _, location = line.partition(" ")
+        directory, _, name = location.removeprefix(root).partition("/ ")
         if _is_override(directory, name, is_link=kind == "l"):
             paths.append(f"{directory}/{name}")
     return tuple(sorted(paths))
 
 
 def _is_override(directory: str, name: str, *, is_link: bool) -> bool:
-    """Return whether an entry of a unit directory changes our units and is unmanaged."""
+    """Return whether an entry of a unit directory is unmanaged and changes our units."""
     folder, _, drop_in = name.partition("/")
-    if drop_in.endswith(".conf") or (is_link and _DROP_IN_DIR.match(folder)):
-        if not _DROP_IN_DIR.match(folder):
+    affects_our_units = _DROP_IN_DIR.match(folder) is not None
+    if drop_in.endswith(".conf") or (is_link and affects_our_units):
+        if not affects_our_units:
             return False
         # Packages may add drop-ins for all units.
         if directory == _PACKAGED and not folder.startswith(("spark-", "run-spark-")):
@@ -144,6 +145,6 @@ def _is_override(directory: str, name: str, *, is_link: bool) -> bool:
         return is_link or directory != UNITS_DIR or not _OUR_DROP_IN.match(name)
     if not _UNIT_FILE.match(name):
         return False
-    # A unit file of an instance would replace one of our templates.
+    # A unit file for a single instance would replace one of our templates.
     is_instance = re.search("@[^.]", name) and not name.startswith(f"{HOURS.name}@")
     return is_link or directory != UNITS_DIR or bool(is_instance)

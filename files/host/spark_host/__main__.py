@@ -20,7 +20,7 @@ _USAGE = "run `spark-host help`"
 
 
 def _call(function: str, *arguments: Any) -> Any:
-    """Import the module of ``module:function`` and call the function; importing all is slow."""
+    """Call ``module:function``, and import its module only now, because imports are slow."""
     module, _, name = function.partition(":")
     return getattr(importlib.import_module(f"spark_host.{module}"), name)(*arguments)
 
@@ -59,12 +59,13 @@ def _parse_poll(args: Args, paths: Paths) -> tuple[str, Host, str | None]:
 
 
 def _parse_stop(args: Args, paths: Paths) -> tuple[str, str, Host, float | None]:
+    """Parse ``SERVICE [--for SECONDS] [--by USER]``."""
     options = dict(zip(args[1::2], args[2::2], strict=False))
-    for_s = options.pop("--for", None)
-    by = options.pop("--by", os.environ.get("SUDO_USER", "root"))
-    if options or len(args) % 2 == 0 or not (for_s or "1").isdigit():
+    seconds = options.pop("--for", None)
+    user = options.pop("--by", os.environ.get("SUDO_USER", "root"))
+    if options or len(args) % 2 == 0 or (seconds and not seconds.isdigit()):
         raise HostToolError("spark-host stop-service", f"invalid arguments {args}", _USAGE, 2)
-    return args[0], by, Host(paths), float(for_s) if for_s else None
+    return args[0], user, Host(paths), float(seconds) if seconds else None
 
 
 def daily(args: Args, paths: Paths) -> int:

@@ -45,8 +45,10 @@ def check_embedding(probe: Probe) -> str:
 def check_embedding_repeat(probe: Probe) -> str:
     alone = _query(probe, EMBEDDINGS, {"input": [_QUESTION]})
     batch = _query(probe, EMBEDDINGS, {"input": [_FAR, _QUESTION, _NEAR]})
-    first, second = _vector(alone[0]), _vector(batch[1] if len(batch) > 1 else None)
-    cosine = _cosine(first, second) if len(first) == len(second) else 0.0
+    vector_alone = _vector(alone[0])
+    vector_in_batch = _vector(batch[1] if len(batch) > 1 else None)
+    same_size = len(vector_alone) == len(vector_in_batch)
+    cosine = _cosine(vector_alone, vector_in_batch) if same_size else 0.0
     if cosine < 0.99:
         text = f"a text gets a different embedding in a batch than on its own (cosine {cosine:.3f})"
         raise CheckError(text)
@@ -123,10 +125,10 @@ def _vector(item: Any) -> list[float]:
 
 
 def _cosine(a: list[float], b: list[float]) -> float:
-    lengths = math.hypot(*a) * math.hypot(*b)
-    if not lengths:
+    product_of_lengths = math.hypot(*a) * math.hypot(*b)
+    if not product_of_lengths:
         raise CheckError("an embedding is all zeros")
-    return sum(x * y for x, y in zip(a, b, strict=True)) / lengths
+    return sum(x * y for x, y in zip(a, b, strict=True)) / product_of_lengths
 
 
 # The check that shows whether a model for a task answers.
@@ -178,23 +180,23 @@ def check_token_counters(probe: Probe) -> str:
     if probe.tokens_seen == 0:
         raise CheckError("no tokens were returned")
     before = probe.metrics_before.tokens if probe.metrics_before else 0.0
-    counted = wait_for_value(
+    increase = wait_for_value(
         lambda: probe.metrics().tokens - before, probe.tokens_seen, _COUNTER_WAIT_S
     )
-    result = f"the token counters grew by {counted:.0f}"
-    if counted < probe.tokens_seen:
+    result = f"the token counters grew by {increase:.0f}"
+    if increase < probe.tokens_seen:
         raise CheckError(f"{result}, but {probe.tokens_seen} tokens were returned")
     return result
 
 
 def check_acceptance(probe: Probe) -> str:
-    floor = probe.plan.acceptance_floor or 0.0
+    minimum = probe.plan.acceptance_floor or 0.0
     before = probe.metrics_before or Metrics(())
     drafted = accepted = 0.0
-    limit = max(16, min(128, probe.plan.max_model_len // 4))
+    max_tokens = max(16, min(128, probe.plan.max_model_len // 4))
     for question in (probe.plan.questions * 8)[:8]:
         # Drafts are rarely accepted in the first tokens of an answer.
-        probe.ask(question.prompt, limit, thinking=question.thinking)
+        probe.ask(question.prompt, max_tokens, thinking=question.thinking)
         after = probe.metrics()
         if after.drafted is None:
             raise CheckError("the engine has no speculation counters: speculation is off")
@@ -206,10 +208,10 @@ def check_acceptance(probe: Probe) -> str:
         raise CheckError("no tokens were drafted")
     rate = accepted / drafted
     result = f"{rate:.0%} of {drafted:.0f} drafted tokens were accepted"
-    if not rate >= floor:
+    if not rate >= minimum:
         severity: Severity | None = None if rate < _ALMOST_NONE else "warn"
-        raise CheckError(f"{result}, but the minimum is {floor:.0%}", severity)
-    return f"{result} (minimum {floor:.0%})"
+        raise CheckError(f"{result}, but the minimum is {minimum:.0%}", severity)
+    return f"{result} (minimum {minimum:.0%})"
 
 
 def check_metrics_required(probe: Probe) -> str:

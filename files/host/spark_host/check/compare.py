@@ -92,11 +92,14 @@ def divergence(a: dict[str, float], b: dict[str, float]) -> float:
     probs_b = {token: math.exp(value) for token, value in b.items()}
     unlisted_mass_b = max(1.0 - sum(probs_b.values()), _FLOOR)
     max_unlisted_prob_b = max(min([unlisted_mass_b, *probs_b.values()]), _FLOOR)
-    total, remaining_a, remaining_b = 0.0, 1.0, 1.0
+    total = 0.0
+    remaining_a = remaining_b = 1.0
     for token, value in a.items():
         prob_a = math.exp(value)
-        total += prob_a * (value - math.log(max(probs_b.get(token, max_unlisted_prob_b), _FLOOR)))
-        remaining_a, remaining_b = remaining_a - prob_a, remaining_b - probs_b.get(token, 0.0)
+        max_prob_b = max(probs_b.get(token, max_unlisted_prob_b), _FLOOR)
+        total += prob_a * (value - math.log(max_prob_b))
+        remaining_a -= prob_a
+        remaining_b -= probs_b.get(token, 0.0)
     if remaining_a > _FLOOR:
         total += remaining_a * math.log(remaining_a / max(remaining_b, _FLOOR))
     return max(total, 0.0)
@@ -107,11 +110,11 @@ def compare_answers(recorded: Answers, running: Answers) -> Comparison:
     pairs = [(old, by_prompt[old.prompt]) for old in recorded.answers if old.prompt in by_prompt]
     steps, different = [], []
     for old, new in pairs:
-        compared = _comparable_steps(old, new)
-        steps += [(divergence(a.best, b.best), a.top == b.top, old.prompt) for a, b in compared]
+        for a, b in _steps_after_same_prefix(old, new):
+            steps.append((divergence(a.best, b.best), a.top == b.top, old.prompt))
         if [step.token for step in old.steps] != [step.token for step in new.steps]:
             different.append((old.prompt, old.text, new.text))
-    worst = max(steps, default=(0.0, True, ""))
+    max_nats, _, max_nats_prompt = max(steps, default=(0.0, True, ""))
     return Comparison(
         recorded.release,
         running.release,
@@ -120,22 +123,22 @@ def compare_answers(recorded: Answers, running: Answers) -> Comparison:
         steps=len(steps),
         same_top=sum(same for _, same, _ in steps),
         mean_nats=sum(nats for nats, _, _ in steps) / len(steps) if steps else 0.0,
-        max_nats=worst[0],
-        max_nats_prompt=worst[2],
+        max_nats=max_nats,
+        max_nats_prompt=max_nats_prompt,
         different=tuple(different),
     )
 
 
-def _comparable_steps(a: Answer, b: Answer) -> Iterator[tuple[Step, Step]]:
-    for pair in zip(a.steps, b.steps, strict=False):
-        yield pair
-        if pair[0].token != pair[1].token:
+def _steps_after_same_prefix(a: Answer, b: Answer) -> Iterator[tuple[Step, Step]]:
+    for step_a, step_b in zip(a.steps, b.steps, strict=False):
+        yield step_a, step_b
+        if step_a.token != step_b.token:
             return
 
 
 def collect_answers(release: Release, engine: Engine, prompts: list[str], host: Host) -> Answers:
     """Return the answers; raise HostToolError if they have no log-probabilities."""
-    probe = Probe(release, engine, list)
+    probe = Probe(release, engine, read_log=list)  # the log is not needed
     try:
         answers = tuple(_ask(probe, prompt) for prompt in prompts)
     except (CheckError, EngineError) as error:
@@ -145,15 +148,15 @@ def collect_answers(release: Release, engine: Engine, prompts: list[str], host: 
 
 
 def _ask(probe: Probe, prompt: str) -> Answer:
-    chat = probe.path == CHAT
+    is_chat = probe.path == CHAT
     options: dict[str, Any] = {"logprobs": _TOP_LOGPROBS, "return_tokens_as_token_ids": True}
-    if chat:
+    if is_chat:
         options |= {"logprobs": True, "top_logprobs": _TOP_LOGPROBS}
     body = probe.body([user_message(prompt)], _MAX_TOKENS, **options)
     reply = probe.engine.ask(probe.path, body, probe.plan.timeout_s)
     try:
         choice = reply["choices"][0]
-        if chat:
+        if is_chat:
             text = str(choice["message"].get("content") or "")
             steps = tuple(
                 _parse_step(
@@ -172,7 +175,7 @@ def _ask(probe: Probe, prompt: str) -> Answer:
 
 
 def _parse_step(token: object, logprobs: Iterable[tuple[object, Any]]) -> Step:
-    best = {str(token): round(float(value), 5) for token, value in logprobs}
+    best = {str(candidate): round(float(value), 5) for candidate, value in logprobs}
     if not all(math.isfinite(value) and value <= 0.001 for value in best.values()):
         raise ValueError("invalid log-probability")
     return Step(str(token), best)
@@ -199,11 +202,10 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def _record_answers(file: str | None, host: Host) -> Answers:
-    """Record how the running release answers the prompts in ``file`` (default: the check's)."""
+    """Record the running release's answers to the prompts in ``file``, or to those of the check."""
     release = host.disk.load_release(boot.only_active_release(host), host.paths)
-    # The caller's working directory.
-    folder = Path(os.environ.get("SPARK_CALLED_FROM", ""))
-    prompts = read_prompts(folder / file) if file else check_prompts(release)
+    caller_folder = Path(os.environ.get("SPARK_CALLED_FROM", ""))
+    prompts = read_prompts(caller_folder / file) if file else check_prompts(release)
     answers = collect_answers(release, Engine.for_release(release, host.paths), prompts, host)
     path = host.paths.answers(release.name)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -212,7 +214,10 @@ def _record_answers(file: str | None, host: Host) -> Answers:
 
 
 def _compare_with_recorded(name: str, host: Host) -> Comparison:
-    """Compare with recorded answers; comparing a release with itself shows the noise level."""
+    """Compare the running release with the recorded answers of release ``name``.
+
+    If both are the same release, the differences are noise.
+    """
     recorded = host.disk.read(Answers, host.paths.answers(name))
     if recorded is None:
         fix = f"run `spark-check --record [FILE]` while {name} runs"
@@ -224,14 +229,16 @@ def _compare_with_recorded(name: str, host: Host) -> Comparison:
 
 
 def main(args: list[str], host: Host) -> int:
-    match [arg for arg in args if arg != "--json"], "--json" in args:
-        case ["--compare", name], as_json:
+    as_json = "--json" in args
+    match [arg for arg in args if arg != "--json"]:
+        case ["--compare", name]:
             comparison = _compare_with_recorded(name, host)
             print(to_json(to_plain(comparison)) if as_json else comparison, flush=True)
-        case ["--record", *file], False if len(file) < 2:
+        case ["--record", *file] if len(file) < 2 and not as_json:
             recording = _record_answers(file[0] if file else None, host)
+            command = f"spark-check --compare {recording.release}"
             text = f"{len(recording.answers)} answers recorded; to compare after a change, run"
-            print(f"{recording.release}: {text} `spark-check --compare {recording.release}`")
+            print(f"{recording.release}: {text} `{command}`")
         case _:
             usage = "use --record [FILE], or --compare RELEASE [--json]"
             raise HostToolError("check", f"invalid arguments: {' '.join(args)}", usage, 2)

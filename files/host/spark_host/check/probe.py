@@ -96,23 +96,23 @@ class Probe:
         """Return a streamed answer; the caller adds its tokens to ``tokens_seen``."""
         body = self.body(messages, max_tokens, stream=True, stream_options={"include_usage": True})
         start, first_token_s = time.monotonic(), 0.0
-        text, finished, usage = "", None, None
+        text, finish_reason, usage = "", None, None
         try:
             for event in self.engine.stream_chat(body, self.remaining_s, self.path):
                 usage = event.get("usage") or usage
                 for choice in event.get("choices") or ():
                     text += choice.get("delta", {}).get("content") or choice.get("text") or ""
-                    finished = choice.get("finish_reason") or finished
+                    finish_reason = choice.get("finish_reason") or finish_reason
                 if text and not first_token_s:
                     first_token_s = time.monotonic() - start
         except EngineError as error:
             raise CheckError(f"the stream broke off after {quote(text)}: {error}") from error
-        if finished is None:
+        if finish_reason is None:
             raise CheckError(f"the stream ended without a finish_reason after {quote(text)}")
         if not usage:
             raise CheckError("the streamed answer has no usage block")
-        counted = (int(usage.get(key, 0)) for key in ("completion_tokens", "prompt_tokens"))
-        return Streamed(text, first_token_s, *counted)
+        token_counts = (int(usage.get(key, 0)) for key in ("completion_tokens", "prompt_tokens"))
+        return Streamed(text, first_token_s, *token_counts)
 
     def metrics(self) -> Metrics:
         try:
@@ -142,6 +142,6 @@ def message_text(message: dict[str, Any]) -> str:
 
 
 def quote(text: str, length: int = 60) -> str:
-    """Return ``text`` in quotes, without line breaks and shortened."""
+    """Return ``text`` in quotes, on a single line of at most ``length`` characters."""
     flat = " ".join(text.split())
     return repr(flat if len(flat) <= length else flat[: length - 1] + "…")

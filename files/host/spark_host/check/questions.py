@@ -43,10 +43,12 @@ def _check_answer(
 def _reject_repetition(
     question: Question, answer: str, context: str = "", severity: Severity | None = None
 ) -> None:
-    runs = (run for units in (answer, answer.split()) for _, run in groupby(units))
-    if max((len(list(run)) for run in runs), default=0) >= _MAX_REPETITIONS:
-        text = f"the same token over and over, {quote(answer)}; the weights or kernels are broken"
-        raise CheckError(f"{context}the answer to {quote(question.prompt)} is {text}", severity)
+    for units in (answer, answer.split()):  # characters, words
+        longest_run = max((len(list(run)) for _, run in groupby(units)), default=0)
+        if longest_run >= _MAX_REPETITIONS:
+            text = f"the same token over and over, {quote(answer)}"
+            problem = f"the answer to {quote(question.prompt)} is {text}"
+            raise CheckError(f"{context}{problem}; the weights or kernels are broken", severity)
 
 
 def check_answers(probe: Probe, only: tuple[Question, ...] = ()) -> str:
@@ -54,8 +56,8 @@ def check_answers(probe: Probe, only: tuple[Question, ...] = ()) -> str:
     for question in questions:
         answer = probe.ask(question.prompt, question.max_tokens, thinking=question.thinking)
         _check_answer(question, answer, severity="warn" if question.thinking else None)
-        last = f"{quote(question.prompt, 40)} with {quote(answer, 40)}"
-    return f"{len(questions)} questions were answered correctly, for example {last}"
+        example = f"{quote(question.prompt, 40)} with {quote(answer, 40)}"
+    return f"{len(questions)} questions were answered correctly, for example {example}"
 
 
 def check_copies(probe: Probe) -> str:
@@ -144,8 +146,9 @@ def check_tool_call(probe: Probe) -> str:
     calls = message.get("tool_calls") or []
     if not calls:
         text = message_text(message)
-        severity: Severity | None = None if any(mark in text for mark in _RAW_CALLS) else "warn"
-        raise CheckError(f"no tool was called; the answer is {quote(text)}", severity)
+        has_raw_call = any(mark in text for mark in _RAW_CALLS)
+        problem = f"no tool was called; the answer is {quote(text)}"
+        raise CheckError(problem, None if has_raw_call else "warn")
     function = calls[0].get("function") or {}
     try:
         arguments = json.loads(function.get("arguments") or "")
@@ -186,13 +189,14 @@ _NUMBER = "48213"
 _NEEDLE = f"The secret number of the lighthouse is {_NUMBER}."
 _QUESTION = "What is the secret number of the lighthouse? Digits only."
 _FILLER = "The sea was calm and the gulls were quiet that day. "
-_FILLER_TOKENS = 10
+_FILLER_TOKENS = 10  # at least
+_MAX_FILLER_TOKENS = 12
 _TURNS = 3
 
 
 def check_needle(probe: Probe) -> str:
     tokens = probe.plan.needle.context_tokens if probe.plan.needle else 0
-    half = _FILLER * (tokens // 24)
+    half = _FILLER * (tokens // 2 // _MAX_FILLER_TOKENS)
     answer = probe.ask(f"{half}{_NEEDLE} {half}\n{_QUESTION}", 64)
     hidden = f"a number hidden in the middle of about {tokens} tokens"
     if _NUMBER not in answer:
@@ -264,7 +268,8 @@ def check_image(probe: Probe) -> str:
     for (color, _), answer in zip(_COLORS, answers, strict=True):
         if not re.search(rf"\b{color}\b", answer, re.IGNORECASE):
             text = f"a {color} image was described as {quote(answer)}"
-            raise CheckError(text, None if len(set(answers)) == 1 else "warn")
+            is_blind = len(set(answers)) == 1
+            raise CheckError(text, None if is_blind else "warn")
     return f"the colors of all {len(_COLORS)} images were named correctly"
 
 
@@ -311,6 +316,8 @@ def wav(seconds: int) -> bytes:
     )
     buffer = io.BytesIO()
     with wave.open(buffer, "wb") as file:
-        file.setparams((1, 2, _RATE_HZ, 0, "NONE", ""))
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(_RATE_HZ)
         file.writeframes(b"".join(struct.pack("<h", sample) for sample in samples))
     return buffer.getvalue()

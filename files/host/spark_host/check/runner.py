@@ -60,20 +60,20 @@ def check(
     *,
     at_start: bool = False,
 ) -> Proof:
-    """Check a release's engine, then write and return the proof of the run ``invocation_id``.
+    """Check a release's engine, then write and return the proof of the run (default: current run).
 
     With ``at_start``, the check also guards the host's memory, because no watchdog runs yet.
     """
     guard = StartGuard(release, host.paths) if at_start else None
     with guard or nullcontext():
-        before = invocation_id or systemd.read_invocation_id(release.serve_unit) or ""
+        run_before = invocation_id or systemd.read_invocation_id(release.serve_unit) or ""
         earlier = boot.read_proof(release.name, host)
-        if earlier is not None and earlier.invocation_id != before:
+        if earlier is not None and earlier.invocation_id != run_before:
             earlier = None
         # The journal may have dropped lines since an earlier check of this run.
-        kept = earlier.load_lines if earlier else ()
+        earlier_lines = earlier.load_lines if earlier else ()
         engine = Engine.for_release(release, host.paths)
-        probe = Probe(release, engine, lambda: [*kept, *read_log(release, before)])
+        probe = Probe(release, engine, lambda: [*earlier_lines, *read_log(release, run_before)])
         # A member that has left does not rejoin the same run.
         had_joined = earlier is not None and earlier.ok
         membership = Membership(release, host.paths, complete=had_joined)
@@ -81,7 +81,7 @@ def check(
         if cluster.is_worker(release, host.paths):
             findings = _check_worker(membership, level, report)
         else:
-            note = compile_cache.compiling_note(release, before, host)
+            note = compile_cache.compiling_note(release, run_before, host)
             phases = StartPhases(release)
             findings = [_wait_until_ready(probe, report, note, guard, membership, phases)]
             if findings[0].ok and guard:
@@ -92,8 +92,8 @@ def check(
     if guard is not None:
         findings.insert(0, _memory_finding(guard, ready=findings[0].ok))
         report(_describe(findings[0]))
-    after = invocation_id or systemd.read_invocation_id(release.serve_unit) or ""
-    if after != before:
+    run_after = invocation_id or systemd.read_invocation_id(release.serve_unit) or ""
+    if run_after != run_before:
         detail = "the engine was restarted during the check"
         findings.append(Finding("same run", False, detail, 0.0))
         report(_describe(findings[-1]))
@@ -101,7 +101,7 @@ def check(
     result = Proof(
         release=release.name,
         digest=release.digest,
-        invocation_id=before,
+        invocation_id=run_before,
         level=level,
         ok=all(finding.ok or finding.severity == "warn" for finding in findings),
         checked_at=host.clock.now(),
@@ -123,7 +123,7 @@ def check(
 
 
 def _check_worker(membership: "Membership", level: str, report: Report) -> list[Finding]:
-    """Wait for the head, because only the head answers requests."""
+    """Wait for the head instead of sending requests, which only the head answers."""
     findings = [wait_until_joined(membership, report)]
     if findings[0].ok and level != "quick":
         findings.append(wait_for_head(membership, report))
@@ -143,7 +143,7 @@ def write_proof(result: Proof, host: Host, report: Report) -> None:
 
 
 def read_log(release: Release, invocation_id: str) -> list[str]:
-    """Return the journal of an engine run, or the file ``SPARK_ENGINE_LOG`` without systemd."""
+    """Return the journal of an engine run; without systemd, read the file SPARK_ENGINE_LOG."""
     path = os.environ.get("SPARK_ENGINE_LOG")
     if path is not None:
         return Path(path).read_text(errors="replace").splitlines()
@@ -195,7 +195,9 @@ def _memory_finding(guard: StartGuard, *, ready: bool) -> Finding:
     lowest, floor = memory.lowest_bytes / GIB, memory.floor_bytes / GIB
     text = f"available memory stayed at or above {lowest:.1f} GiB during startup "
     text += f"(lowest after {memory.after_s:.0f} s; minimum allowed {floor:.1f} GiB)"
-    return Finding(MEMORY, True, text + (failures and f"; {failures}"), 0.0)
+    if failures:
+        text += f"; {failures}"
+    return Finding(MEMORY, True, text, 0.0)
 
 
 @dataclass(slots=True)
@@ -276,7 +278,8 @@ def _wait_until_ready(
     membership: Membership,
     phases: StartPhases,
 ) -> Finding:
-    limit_s, reason = probe.release.timeouts.start_s, ""
+    limit_s = probe.release.timeouts.start_s
+    reason = ""
 
     def poll(waited: float) -> _Verdict | None:
         nonlocal reason
@@ -338,7 +341,8 @@ def main(args: list[str], paths: Paths) -> int:
     if unknown or len(names) > 1:
         raise HostToolError("check", f"invalid arguments {sorted(unknown) or names}", _USAGE, 2)
     release = host.disk.load_release(names[0] if names else boot.only_active_release(host), paths)
-    level = next((_LEVEL_FLAGS[flag] for flag in reversed(_LEVEL_FLAGS) if flag in flags), "full")
+    levels = [level for flag, level in _LEVEL_FLAGS.items() if flag in flags]
+    level = levels[-1] if levels else "full"
     at_start, as_json = "--at-start" in flags, "--json" in flags
     log = functools.partial(print, file=sys.stderr if as_json else sys.stdout, flush=True)
     result = check(release, host, level, log, at_start=at_start)

@@ -94,8 +94,8 @@ def compare(
 ) -> list[dict[str, Any]]:
     """Return the measures that got clearly worse.
 
-    Their median is worse by more than ``worse_percent``, and their best round is worse than every
-    earlier round.
+    The median must be worse by more than ``worse_percent``, and the best round must be worse than
+    every earlier round.
     """
     worse = []
     for item in MEASURES:
@@ -104,10 +104,10 @@ def compare(
             continue
         ratio = new["median"] / old["median"]
         if item.more_is_better:
-            percent, is_disjoint = 100 * (1 - ratio), new["max"] < old["min"]
+            percent, all_worse = 100 * (1 - ratio), new["max"] < old["min"]
         else:
-            percent, is_disjoint = 100 * (ratio - 1), new["min"] > old["max"]
-        if percent > worse_percent and is_disjoint:
+            percent, all_worse = 100 * (ratio - 1), new["min"] > old["max"]
+        if percent > worse_percent and all_worse:
             text = f"{item.title}: now {item.format(new)}, before {item.format(old)}"
             worse.append({"key": item.key, "percent": round(percent), "text": text})
     return worse
@@ -119,7 +119,7 @@ _COMPARISON_KEYS = ("before", "changed", "worse", "revert")
 def add_comparison(
     release: Release, now: dict[str, Any], before: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Add changed versions, slowdowns and hints to revert them to a measurement."""
+    """Add to a measurement what changed, what became slower, and how to revert the changes."""
     if before is None or release.check.bench is None:
         return {**now, "before": None, "changed": [], "worse": [], "revert": []}
     changed = versions.describe_changes(before["versions"], now["versions"])
@@ -143,7 +143,7 @@ def describe(bench: dict[str, Any]) -> Iterator[str]:
 def _run_round(
     release: Release, engine: Engine, number: int, samples: dict[str, list[float]], timeout_s: float
 ) -> list[Answer]:
-    # The first words differ, so that the prefix cache has no hits.
+    # Each prompt begins with a mark, so that the prefix cache has no hits.
     marks = [f"{number}.{index}" for index in range(_stream_count(release) + 1)]
     words = min(_PROMPT_WORDS, release.check.max_model_len // 8)
     filler = " ".join(["river", "stone", "sea", "cloud"] * (words // 4))
