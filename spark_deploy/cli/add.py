@@ -37,11 +37,7 @@ from spark_deploy.config.catalog.profile import is_repository
 from spark_deploy.config.catalog.types import Engine, Engines, Families
 from spark_deploy.config.checkout import read_mapping
 from spark_deploy.config.errors import CatalogError, SparkError, one_line, printable
-from spark_deploy.lock.headers import (
-    describe_repository,
-    make_anatomy,
-    temporary_builder,
-)
+from spark_deploy.lock.headers import describe_repository, make_anatomy, temporary_builder
 from spark_deploy.lock.hub import ModelCard, read_model_card
 from spark_deploy.lock.resolve import read_hub_token
 from spark_deploy.plan.artifacts import tensor_fields
@@ -51,7 +47,9 @@ from spark_deploy.plan.resolve import model_and_profile
 _OTHER_FORMATS = ("original/*", "metal/*", "onnx/*", "openvino/*", "*.gguf", "consolidated*")
 _MAX_FILE_BYTES = 1 << 50
 # URL of a repository page on the hub, with or without a revision.
-_PAGE = re.compile(r"https?://([^/]+)/([^/]+/[^/]+?)(?:/tree/([^/]+))?/?\Z")
+_PAGE = re.compile(
+    r"https?://(?P<hub>[^/]+)/(?P<repository>[^/]+/[^/]+?)(?:/tree/(?P<revision>[^/]+))?/?\Z"
+)
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _TASK_COMMENTS = {
     "completion": "The model has no chat template, so it can only continue text.",
@@ -88,8 +86,8 @@ def add(
     options = replace(options, profile=None)
     host = select_hosts(options, must_serve=False)[0]
     hubs = ("huggingface.co", urlsplit(host.settings.hub.endpoint).netloc)
-    if (page := _PAGE.match(source)) and page[1] in hubs:
-        source = f"{page[2]}@{page[3] or 'main'}"
+    if (page := _PAGE.match(source)) and page["hub"] in hubs:
+        source = f"{page['repository']}@{page['revision'] or 'main'}"
     if options.dry:
         return _preview(options, source, host)
     added = _add_files(source, host, profile, force=force)
@@ -143,48 +141,49 @@ def _requantize(options: Options, model: str, hosts: Sequence[str]) -> int:
 
 
 def _preview(options: Options, source: str, host: Target) -> int:
-    """Print what a file would change, or the content of a repository; write no file."""
+    """Print what adding a file would write, or what a repository contains."""
     data = _read_file(source)
     if data is None:
         return _inspect(options, source, host)
     if "shared" in data:
         shared = share.read_shared(data, source)
         lines = [f"catalog/models/{shared.name}.yml", f"catalog/profiles/{shared.profile_name}.yml"]
-        lines += [f"{repo} at {source.commit}" for repo, source in shared.sources.items()]
+        lines += [f"{repo} at {identity.commit}" for repo, identity in shared.sources.items()]
         print_result(options, {"would_write": lines}, [lines])
     else:
         draft = draft_from_recipe(data, Path(source).name, _selected_engine(host))
-        print_result(
-            options, {"model": draft.name, "open": draft.open_questions}, [[draft.text().rstrip()]]
-        )
+        result = {"model": draft.name, "open": draft.open_questions}
+        print_result(options, result, [[draft.text().rstrip()]])
     return 0
 
 
 def _inspect(options: Options, source: str, host: Target) -> int:
-    """Read tensor headers of a repository or directory; print tensors and matching models."""
+    """Print the tensors of a repository or directory, and the models that match them."""
     if Path(source).is_dir():
         source = str(Path(source).absolute())
     elif not is_repository(source.partition("@")[0]):
-        raise CatalogError.single(
-            source, "is neither a directory nor ORG/NAME", "check the spelling"
-        )
+        problem = "is neither a directory nor ORG/NAME"
+        raise CatalogError.single(source, problem, "check the spelling")
     with temporary_builder(host.settings.hub) as builder:
         arguments = [builder_api.JSON] if options.json else []
         for model in host.catalog.models.values():
-            for plan in _build_plans(model) if isinstance(model, HybridModel) else ():
-                name = f"{model.name}.{plan.shared_experts}.json"
-                (builder.folder / name).write_text(to_json(plan), encoding="utf-8")
-                arguments += [builder_api.AGAINST, name]
+            if not isinstance(model, HybridModel):
+                continue
+            for plan in _build_plans(model):
+                file_name = f"{model.name}.{plan.shared_experts}.json"
+                (builder.folder / file_name).write_text(to_json(plan), encoding="utf-8")
+                arguments += [builder_api.AGAINST, file_name]
         print(printable(builder.run(builder_api.INSPECT, *arguments, source)), end="")
     return 0
 
 
 def _build_plans(model: HybridModel) -> Iterator[builder_api.BuildPlan]:
-    """Yield each build plan of the model, for comparison with a repository."""
+    """Yield a plan, with placeholder paths, for each scheme that the model has a source for."""
     sources: dict[Scheme, object] = {
         "keep": True, "fp8-base": model.sources.hybrid, "fp8-donor": model.sources.donor,
     }  # fmt: skip
-    for scheme in (scheme for scheme, source in sources.items() if source):
+    schemes = [scheme for scheme, source in sources.items() if source]
+    for scheme in schemes:
         donor = builder_api.DonorDir("/donor") if scheme in builder_api.WITH_DONOR else None
         yield builder_api.BuildPlan(
             digest="0" * 64, name=model.name, base=builder_api.Base("/base", None), donor=donor,
@@ -243,7 +242,8 @@ def _draft_from_repository(source: str, host: Target) -> Draft:
     if not is_repository(repository):
         problem = "is neither a file nor ORG/NAME[@REVISION]"
         raise CatalogError.single(source, problem, "check the spelling")
-    revision, hub = revision or "main", host.settings.hub
+    revision = revision or "main"
+    hub = host.settings.hub
     content = describe_repository(f"{repository}@{revision}", hub, all_documents=True)
     card = read_model_card(hub.endpoint, repository, content.commit, read_hub_token(hub))
     anatomy = make_anatomy(repository, content)
@@ -264,20 +264,14 @@ def make_draft(
     if task != "chat":
         draft.put("task", task, _TASK_COMMENTS[task])
     if anatomy.vision_bytes and anatomy.architecture.endswith("ForConditionalGeneration"):
-        draft.put(
-            "vision", True, "The model has a vision tower; set engine.vision: true to use it."
-        )
+        comment = "The model has a vision tower; set engine.vision: true to use it."
+        draft.put("vision", True, comment)
     if isinstance(content.documents.get(CONFIG, {}).get("audio_config"), dict):
-        draft.put(
-            "audio", True, "config.json describes an audio tower, so checks send two audio clips."
-        )
+        comment = "config.json describes an audio tower, so checks send two audio clips."
+        draft.put("audio", True, comment)
     if any(path.startswith("model") for path in content.files):
         patterns = [form for form in _OTHER_FORMATS if fnmatch.filter(content.files, form)]
-        draft.put(
-            "leave_out",
-            patterns,
-            "The same weights in other formats are not downloaded.",
-        )
+        draft.put("leave_out", patterns, "The same weights in other formats are not downloaded.")
     if task == "chat":
         _add_parsers(draft, anatomy, families)
     draft.open_questions += _open_questions(anatomy, content)
@@ -287,14 +281,14 @@ def make_draft(
 def _add_parsers(draft: Draft, anatomy: Anatomy, families: Families) -> None:
     family = families.find(anatomy.model_type, anatomy.repository)
     if family is None:
-        name = anatomy.model_type or "no model_type"
-        draft.open_questions.append(
-            f"parsers: unknown for {name}, so tool calls and reasoning stay plain text"
-        )
+        model_type = anatomy.model_type or "models without model_type"
+        question = f"parsers: unknown for {model_type}, so tool calls and reasoning stay plain text"
+        draft.open_questions.append(question)
         return
-    names = {"reasoning": family.reasoning, "tool_call": family.tool_call}
-    draft.put("parsers", {k: name for k, name in names.items() if name}, f"From {family.source}.")
-    checks = {k: True for k in ("tool_call", "reasoning") if names[k]}
+    parsers = {"reasoning": family.reasoning, "tool_call": family.tool_call}
+    parsers = {kind: parser for kind, parser in parsers.items() if parser}
+    draft.put("parsers", parsers, f"From {family.source}.")
+    checks = {kind: True for kind in ("tool_call", "reasoning") if kind in parsers}
     draft.put(
         "check",
         {**checks, "conversation": True},
@@ -317,14 +311,15 @@ def detect_task(
         if architecture in engine.pools and architecture not in engine.generates:
             return "embedding"
     template = content.documents.get(TOKENIZER, {}).get("chat_template")
-    has_file = any(path.startswith("chat_template.") for path in content.files)
-    return "chat" if template or has_file else "completion"
+    has_template_file = any(path.startswith("chat_template.") for path in content.files)
+    return "chat" if template or has_template_file else "completion"
 
 
 def _about_lines(
     anatomy: Anatomy, content: RepositoryDescription, card: ModelCard, revision: str
 ) -> Iterator[str]:
-    total = sum(size for size in content.files.values() if size and 0 < size < _MAX_FILE_BYTES)
+    sizes = (size for size in content.files.values() if size and 0 < size < _MAX_FILE_BYTES)
+    total_gb = sum(sizes) / 1e9
     yield (
         f"Written by `spark-deploy add` from {anatomy.repository} at {revision}, "
         f"commit {anatomy.commit[:12]}. The first deploy checks the model."
@@ -332,7 +327,7 @@ def _about_lines(
     yield f"license: {card.license or 'unknown'}" + (", gated" if card.is_gated else "")
     yield (
         f"architecture: {anatomy.architecture or 'unknown'}; "
-        f"quantization: {anatomy.quantization or 'none'}; {total / 1e9:.1f} GB of files: "
+        f"quantization: {anatomy.quantization or 'none'}; {total_gb:.1f} GB of files: "
         f"{anatomy.weights_bytes / 1e9:.1f} GB of weights that are always loaded, "
         f"{anatomy.vision_bytes / 1e9:.1f} GB for vision or audio, "
         f"{anatomy.drafter_bytes / 1e9:.1f} GB for a built-in drafter"
@@ -357,9 +352,9 @@ def _open_questions(anatomy: Anatomy, content: RepositoryDescription) -> Iterato
             "set engine.kv_cache_gib to limit the cache"
         )
     if anatomy.drafter_bytes:
-        yield "speculation: the model has a built-in drafter; measure the fastest number of drafts"
+        yield "speculation: the model has a drafter; measure which number of draft tokens is best"
     if content.documents.get(CONFIG, {}).get("auto_map"):
         yield (
             "config.json refers to custom code, which is not downloaded; "
-            "the engine uses its own class"
+            "the engine uses its built-in model class"
         )

@@ -51,12 +51,12 @@ class Measurement:
 
 
 def _numbers_option(name: str, minimum: int, text: str) -> Callable[..., Any]:
-    """Return an option for comma-separated numbers, which may be repeated."""
+    """Return a repeatable option for comma-separated numbers."""
 
-    def parse(text: str) -> list[int]:
-        numbers = [int(number) for number in text.split(",")]
+    def parse(value: str) -> list[int]:
+        numbers = [int(number) for number in value.split(",")]
         if min(numbers) < minimum:
-            raise ValueError(text)
+            raise ValueError(value)
         return numbers
 
     def join(_context: click.Context, _option: click.Parameter, lists: Any) -> tuple[int, ...]:
@@ -93,7 +93,8 @@ def _numbers_option(name: str, minimum: int, text: str) -> Callable[..., Any]:
 def bench(
     options: Options, out: str, compare: Sequence[str], ladder: bool, tools: bool, **choices: Any
 ) -> int:
-    choices["protocols"] += ("tools",) * tools
+    if tools:
+        choices["protocols"] += ("tools",)
     folder, measurement = Path(out), Measurement(**choices)
     code, results = 0, list[BenchResult]()
     if compare:
@@ -116,23 +117,23 @@ def bench(
 
 
 def list_stages(target: Target) -> list[str]:
-    """Return the stages of the host's model, which are profiles, in order; raise if it has none."""
+    """Return the model's profiles that are stages, in order; raise if there are none."""
     model = target.settings.model
-    stages = {
+    profiles_by_stage = {
         profile.stage: name
         for (name, profile_model), profile in target.catalog.profiles.items()
         if profile_model == model and profile.stage
     }
-    if not stages:
+    if not profiles_by_stage:
         fix = "set `stage` in the profiles in catalog/"
         raise SparkError.single(target.name, f"{model} has no profile with a stage", fix)
-    return [stages[stage] for stage in sorted(stages)]
+    return [name for _, name in sorted(profiles_by_stage.items())]
 
 
 def run_ladder(
     options: Options, measure_host: Callable[[Target], BenchResult]
 ) -> tuple[int, list[BenchResult]]:
-    """Deploy and measure each stage, then redeploy the settings; return exit code and results."""
+    """Deploy and measure each stage, then deploy the user's settings again."""
     hosts = select_hosts(options)
     names = [target.name for target in hosts]
     steps = [replace(options, profile=stage) for stage in list_stages(hosts[0])]
@@ -202,7 +203,7 @@ def _measure(
     served, release = host.read_served(login, service)
     notes: list[str] = []
     note(f"{target.name}: {served.model} with {served.profile} ({served.release})")
-    raw = output_stem.with_name(f"{output_stem.name}.llama-benchy.json")
+    raw_path = output_stem.with_name(f"{output_stem.name}.llama-benchy.json")
     with ExitStack() as stack:
         endpoint = stack.enter_context(open_endpoint(target, service))
         context_tokens = release.check.max_model_len
@@ -211,7 +212,7 @@ def _measure(
         before = host.read_draft_counters(login, service)
         answers = run.measure_seeds()
         tool_cases = run.measure_tools()
-        benchy_version, cells = run.measure_grid(raw)
+        benchy_version, cells = run.measure_grid(raw_path)
         vllm_version, loads = run.measure_loads(connection.port, connection.key_path)
         after = host.read_draft_counters(login, service)
     # The counters decrease if the engine restarted.
@@ -221,7 +222,7 @@ def _measure(
         tuple(notes), loads, vllm_version, tool_cases, published_figures(target.catalog, served),
     )  # fmt: skip
     if cells or loads:
-        _submit(target, release, result, output_stem, raw)
+        _write_submission_folder(target, release, result, output_stem, raw_path)
     return result
 
 
@@ -234,22 +235,24 @@ def published_figures(catalog: Catalog, served: Served) -> tuple[Published, ...]
     )
 
 
-def _submit(target: Target, release: Release, result: BenchResult, files: Path, raw: Path) -> None:
-    reason, served = result.served.invalid_reason, None
+def _write_submission_folder(
+    target: Target, release: Release, result: BenchResult, output_stem: Path, raw_path: Path
+) -> None:
+    plan, reason = None, result.served.invalid_reason
     if not reason:
         try:
             plans = build_plan(target).served
-            served = next((plan for plan in plans if plan.release.name == release.name), None)
+            plan = next((plan for plan in plans if plan.release.name == release.name), None)
             reason = "The running release differs from the settings."
         except SparkError as error:
             reason = error.problems[0].line
-    if served is None:
+    if plan is None:
         note(f"{target.name}: cannot write a submission folder. {reason}")
         return
-    locked = served.sources[0].locked
-    origin = Origin(locked.repo, locked.commit, is_built=served.checkpoint is not None)
-    figures = json.loads(raw.read_text()) if result.cells else None
-    folder = files.with_name(f"{files.name}.submission")
+    locked = plan.sources[0].locked
+    origin = Origin(locked.repo, locked.commit, is_built=plan.checkpoint is not None)
+    figures = json.loads(raw_path.read_text()) if result.cells else None
+    folder = output_stem.with_name(f"{output_stem.name}.submission")
     write_submission(folder, result, release, origin, figures)
     note(f"written: {folder}; you can send it to Spark Arena and NVIDIA")
 
@@ -269,6 +272,7 @@ class _Run:
         return not self.measurement.protocols or protocol in self.measurement.protocols
 
     def skip(self, problem: str, fix: str) -> None:
+        """Note why a protocol cannot run; raise instead if the user selected protocols."""
         if self.measurement.protocols:
             raise SparkError.single(self.login.name, problem, fix)
         self.notes.append(f"{problem}; {fix}")
@@ -297,12 +301,13 @@ class _Run:
             for clients in self.measurement.clients or [1]
         ]
         result = host.measure_loads(self.login, self.release, port, key_path, cases, note)
-        if result[0] is None:
+        vllm_version, _ = result
+        if vllm_version is None:
             problem = f"image {self.release.image.tag} does not contain `vllm bench serve`"
             self.skip(problem, "choose another protocol or image")
         return result
 
-    def measure_grid(self, raw: Path) -> tuple[str | None, tuple[Cell, ...]]:
+    def measure_grid(self, raw_path: Path) -> tuple[str | None, tuple[Cell, ...]]:
         if not self.is_requested("llama-benchy"):
             return None, ()
         python = protocols.find_benchy_python()
@@ -324,7 +329,7 @@ class _Run:
             return None, ()
         note(f"llama-benchy: depths {grid.depths}, clients {grid.concurrencies}, {grid.runs} runs")
         book_url = self.measurement.book_url
-        extra_options = ["--book-url", book_url] if book_url else []
+        options = ["--book-url", book_url] if book_url else []
         progress = ticking("llama-benchy", note, _TICK_S)
         with host.copy_tokenizer(self.login, self.release.tree.path) as folder, progress:
-            return protocols.measure_grid(python, self.endpoint, folder, grid, raw, extra_options)
+            return protocols.measure_grid(python, self.endpoint, folder, grid, raw_path, options)

@@ -55,11 +55,11 @@ def dry_run(
     describe: Callable[[Target, T], str],
     argv: Sequence[str] = (),
 ) -> int:
-    """Print changes per host and the equivalent command; return 1 if a host did not answer."""
-    results = [
-        {**answer.data(), "text": describe(answer.host, answer.value) if answer.value is not None
-         else answer.problem} for answer in answers
-    ]  # fmt: skip
+    """Print the planned changes per host, then ``argv``; return 1 if a host did not answer."""
+    results = []
+    for answer in answers:
+        text = answer.problem if answer.value is None else describe(answer.host, answer.value)
+        results.append({**answer.data(), "text": text})
     texts = ([f"{result['host']}: {result['text']}"] for result in results)
     print_result(options, results, texts, separator="\n")
     note_no_changes(argv)
@@ -100,14 +100,16 @@ def _query_rollback(hosts: Sequence[Target], to: str | None) -> list[Answer[Roll
 def _rollback_text(_host: Target, change: Rollback | Problem) -> str:
     if isinstance(change, Problem):
         return change.line
-    if change.done or change.to is None:
-        return change.done or "no earlier release"
+    if change.done:
+        return change.done
+    if change.to is None:
+        return "no earlier release"
     return f"will roll back from {change.from_release or 'nothing'} to {change.to}"
 
 
 def preview_rollback(hosts: Sequence[Target], to: str | None) -> int | None:
-    """Print the current and target release per host; return an exit code if none can change."""
-    codes = list[int]()
+    """Print what a rollback would do on each host; return an exit code if no host would change."""
+    codes: list[int] = []  # of the hosts that would not change
     for answer in _query_rollback(hosts, to):
         change = answer.value
         text = answer.problem if change is None else _rollback_text(answer.host, change)
@@ -130,10 +132,14 @@ def prune(options: Options) -> int:
 def rotate_key(options: Options) -> int:
     if options.dry and not options.verbose:
         hosts, argv = _select("rotate-key", options, {})
-        text = "will create a new API key; clients with the old key get 401 at once"
-        return dry_run(options, query(hosts, read_status), lambda _, status: text
-                       if status.installed else "not set up yet", argv)  # fmt: skip
+        return dry_run(options, query(hosts, read_status), _rotation_text, argv)
     return run("rotate-key", options)
+
+
+def _rotation_text(_host: Target, status: HostStatus) -> str:
+    if not status.installed:
+        return "not set up yet"
+    return "will create a new API key; clients with the old key get 401 at once"
 
 
 @click.command
@@ -220,11 +226,12 @@ def _select(
             must_serve=makes_plan(deploy_file(command)),
         )
     except SettingsError as error:
+        flag_of_setting = {"--data: releases.rollback_to": "--to"}
         raise SettingsError([
-            replace(problem, where="--to") if problem.where == "--data: releases.rollback_to"
-            else problem for problem in error.problems
+            replace(problem, where=flag_of_setting.get(problem.where, problem.where))
+            for problem in error.problems
         ]) from error  # fmt: skip
-    flags = ["--dry" if options.dry else "-y", *["--json"] * options.json]
+    flags = ["--dry" if options.dry else "-y", *(["--json"] if options.json else [])]
     names = [host.name for host in hosts]
     return hosts, pyinfra_command(command, options, names, flags, assignments)
 
@@ -276,12 +283,12 @@ def pyinfra_command(
     flags: Sequence[str] = (),
     data: Sequence[str] = (),
 ) -> list[str]:
-    """Return the equivalent pyinfra command with all hosts."""
-    data = [*options.data, *_assignments(options.choice), *data]
+    """Return the equivalent pyinfra command for these hosts."""
+    assignments = [*options.data, *_assignments(options.choice), *data]
     return [
         "pyinfra", str(inventory_path(options)), str(CHECKOUT / deploy_file(command)),
         *(argument for host in hosts for argument in ("--limit", host)),
-        *(argument for item in data for argument in ("--data", item)), *flags,
+        *(argument for text in assignments for argument in ("--data", text)), *flags,
     ]  # fmt: skip
 
 
@@ -309,7 +316,7 @@ def stop(options: Options, service: str | None, period: str | None) -> int:
         number, unit = period[:-1], period[-1:]
         if not number.isdecimal() or not int(number) or unit not in _UNIT_SECONDS:
             problem = f"invalid period {period!r}, expected a number followed by m, h or d"
-            raise SparkError.single("--for", problem, "add a valid period, for example `--for 90m`")
+            raise SparkError.single("--for", problem, "use a valid period, for example `--for 90m`")
         arguments += ["--for", str(int(number) * _UNIT_SECONDS[unit])]
     return _run_tool(options, "stop", arguments, service)
 
@@ -327,16 +334,19 @@ def _run_tool(options: Options, command: str, arguments: list[str], service: str
     if service in (None, MAIN_SERVICE):
         _require_all_members(options, command, hosts)
     services = {host.name: selected_services(host, service) for host in hosts}
+
+    def describe(host: Target, status: HostStatus) -> str:
+        return "; ".join(_preview_text(command, status, name) for name in services[host.name])
+
     if options.dry:
-        return dry_run(options, query(hosts, read_status), lambda host, status: "; ".join(
-            _preview_text(command, status, name) for name in services[host.name]))  # fmt: skip
+        return dry_run(options, query(hosts, read_status), describe)
     if len(hosts) > 1:
         confirm(options, f"{', '.join(host.name for host in hosts)}: {_QUESTIONS[command]}")
 
     def run(host: Host, target: Target) -> tuple[bool, str]:
         names = services[target.name]
-        # If a service fails, continue with the next.
         verb, *flags = arguments
+        # If the command fails for a service, continue with the next service.
         commands = "; ".join(
             f"{tool.command_line(verb, name, *flags)} 2>&1 || failed=1" for name in names
         )
@@ -374,12 +384,11 @@ def _require_all_members(options: Options, command: str, hosts: list[Target]) ->
 
 def _preview_text(command: str, status: HostStatus, name: str) -> str:
     service = status.service(name)
-    active, good = (service.active, service.known_good) if service else (None, None)
-    release = status.release(active or good)
-    text = f"{release.model} with {release.profile}" if release else active or good
+    active = service.active if service else None
+    release_name = active or (service.known_good if service else None)
+    release = status.release(release_name)
+    text = f"{release.model} with {release.profile}" if release else release_name
     if command == "start":
-        return (
-            f"{name} {'already serves' if active else 'will serve'} "
-            f"{text or 'nothing: run `spark-deploy up`'}"
-        )
+        verb = "already serves" if active else "will serve"
+        return f"{name} {verb} {text or 'nothing: run `spark-deploy up`'}"
     return f"{name} will stop: {text}; clients get 503" if active else f"{name} serves nothing"

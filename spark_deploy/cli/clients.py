@@ -65,11 +65,11 @@ _REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
 def example(base_url: str, model: str, read_key: str, ca: str | None, task: str = "chat") -> str:
     path, content = _REQUESTS[task]
     body = {"model": model, **content}
-    trust = f"--cacert {shlex.quote(ca)} " if ca else ""
+    ca_option = f"--cacert {shlex.quote(ca)} " if ca else ""
     # curl reads the header from stdin, because every user on this machine can read argv.
     return (
         f"{read_key} | sed 's/^/Authorization: Bearer /' | "
-        f"curl -s {trust}{base_url}/{path} -H @- "
+        f"curl -s {ca_option}{base_url}/{path} -H @- "
         f"-H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
     )
 
@@ -93,9 +93,9 @@ def _render_claude(server: Connection) -> Iterator[str]:
     yield from _exports(ANTHROPIC_BASE_URL=server.base_url.removesuffix("/v1"))
     yield _key_export("ANTHROPIC_AUTH_TOKEN", server)
     yield "unset ANTHROPIC_API_KEY"
-    models = ("", "_DEFAULT_OPUS", "_DEFAULT_SONNET", "_DEFAULT_HAIKU")
+    tiers = ("", "_DEFAULT_OPUS", "_DEFAULT_SONNET", "_DEFAULT_HAIKU")
     yield from _exports(
-        **{f"ANTHROPIC{kind}_MODEL": server.model for kind in models},
+        **{f"ANTHROPIC{tier}_MODEL": server.model for tier in tiers},
         CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
     )
     if server.ca:
@@ -123,18 +123,19 @@ print()"""
 
 
 def _render_opencode(server: Connection) -> Iterator[str]:
-    # By default opencode requests 32,000-token answers, which exceed small contexts.
-    context = server.context_tokens or 0
-    limit = {"context": context, "output": min(_OPENCODE_ANSWER_TOKENS, context // 4)}
-    limits = {"limit": limit} if context else {}
+    model_options = {}
+    if context := server.context_tokens:
+        # By default, opencode requests 32,000-token answers, which exceed small contexts.
+        output = min(_OPENCODE_ANSWER_TOKENS, context // 4)
+        model_options["limit"] = {"context": context, "output": output}
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "name": server.host,
         "options": {"baseURL": server.base_url, "apiKey": "{env:OPENAI_API_KEY}"},
-        "models": {name: {"name": name, **limits} for name in server.names},
+        "models": {name: {"name": name, **model_options} for name in server.names},
     }
-    schema, name = "https://opencode.ai/config.json", server.host.lstrip("@")
-    config = {"$schema": schema, "model": f"{name}/{server.model}", "provider": {name: provider}}
+    schema, host = "https://opencode.ai/config.json", server.host.lstrip("@")
+    config = {"$schema": schema, "model": f"{host}/{server.model}", "provider": {host: provider}}
     yield json.dumps(config, indent=2)
 
 
@@ -147,8 +148,8 @@ def _render_openwebui(server: Connection) -> Iterator[str]:
     # Without a value, docker reads the key from the environment, which keeps it out of argv.
     argv += ["-e", "OPENAI_API_KEY", "-v", "open-webui:/app/backend/data"]
     if server.ca:
-        inside = "/etc/ssl/spark-ca.pem"
-        argv += ["-v", f"{server.ca}:{inside}:ro", "-e", f"SSL_CERT_FILE={inside}"]
+        container_path = "/etc/ssl/spark-ca.pem"
+        argv += ["-v", f"{server.ca}:{container_path}:ro", "-e", f"SSL_CERT_FILE={container_path}"]
     yield shlex.join([*argv, _WEBUI_IMAGE])
 
 

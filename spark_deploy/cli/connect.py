@@ -44,6 +44,7 @@ from spark_deploy.cli.hosts import (
 )
 from spark_deploy.config.catalog.model import HybridModel, PlainModel
 from spark_deploy.config.errors import SparkError, one_line, printable, unreachable
+from spark_deploy.config.settings.types import Settings
 from spark_deploy.hosts.certificates import ca_path
 from spark_deploy.hosts.gateway import TailnetAddress
 from spark_deploy.inventory.connections import ssh_reason
@@ -53,6 +54,7 @@ from spark_deploy.plan.kv_cache import context_tokens
 from spark_deploy.plan.resolve import model_and_profile
 
 _POLL_S = 0.5
+_DEFAULT_SSH_PORT = 22
 _PORT_FIX = "stop the program that uses this port, then run the command again"
 
 
@@ -68,7 +70,8 @@ _PORT_FIX = "stop the program that uses this port, then run the command again"
 @shared_options()
 def connect(options: Options, client: str | None, service: str | None, tunnel: bool) -> int:
     flags = {"--for": client, "--tunnel": tunnel, "--json": options.json}
-    if len(given := [name for name, value in flags.items() if value]) > 1:
+    given = [name for name, value in flags.items() if value]
+    if len(given) > 1:
         raise SparkError.single(" and ".join(given), "cannot be combined", f"remove {given[1]}")
     hosts = hosts_for_clients(select_hosts(options, must_serve=False), options, service)
     servers = make_connections(hosts, options, service)
@@ -104,10 +107,10 @@ def _head_name(host: Target) -> str:
 def make_connections(
     hosts: list[Target], options: Options, service: str | None = None
 ) -> list[Connection]:
-    tailnet = _tailnet_addresses(hosts)
+    tailnet_addresses = _tailnet_addresses(hosts)
     names = list(read_inventory(inventory_path(options), data=list(options.data), must_serve=False))
     return [
-        make_connection(host, tailnet.get(host.name), names.index(host.name), service)
+        make_connection(host, tailnet_addresses.get(host.name), names.index(host.name), service)
         for host in hosts
     ]
 
@@ -125,17 +128,14 @@ def _tailnet_addresses(hosts: list[Target]) -> dict[str, str]:
 
 
 def _print_client(
-    options: Options,
-    name: str,
-    service: str | None,
-    hosts: list[Target],
-    servers: list[Connection],
+    options: Options, name: str, service: str | None, hosts: list[Target], servers: list[Connection]
 ) -> None:
     if len(servers) != 1:
         problem = f"{len(servers)} hosts selected: {', '.join(server.host for server in servers)}"
         raise SparkError.single(f"--for {name}", problem, "select one host")
-    [server], (instructions, render) = servers, CLIENTS[name]
-    if name in EXPORT_KEY:  # a shell would ignore the failure and export an empty key
+    server = servers[0]
+    instructions, render = CLIENTS[name]
+    if name in EXPORT_KEY:  # a shell would ignore a failed read and export an empty key
         make_login(hosts[0]).run(f"cat {server.key_path} > /dev/null")
     print("\n".join(render(server)))
     argv = ["connect", server.host, *(["--service", service] if service else [])]
@@ -146,26 +146,23 @@ def _print_client(
 
 
 def _print_router(
-    options: Options,
-    name: str,
-    service: str | None,
-    hosts: list[Target],
-    servers: list[Connection],
+    options: Options, name: str, service: str | None, hosts: list[Target], servers: list[Connection]
 ) -> None:
     if service is None:  # the main gateway accepts the model names of all services
         servers = [
-            replace(server, names=tuple(
-                name
-                for settings in (main, *map(main.service_settings, main.services))
-                for name in settings.serve.names_of(settings.model)
-            ))
-            for server, main in zip(servers, (host.settings for host in hosts), strict=True)
-        ]  # fmt: skip
+            replace(server, names=tuple(_all_model_names(host.settings)))
+            for server, host in zip(servers, hosts, strict=True)
+        ]
     instructions, render = ROUTERS[name]
     print("\n".join(render(servers)))
     note(f"use      {instructions}")
     if any(server.tunnel for server in servers):
         note(f"tunnels  in another terminal: {next_command(options, 'connect', '--tunnel')}")
+
+
+def _all_model_names(main: Settings) -> Iterator[str]:
+    for settings in (main, *map(main.service_settings, main.services)):
+        yield from settings.serve.names_of(settings.model)
 
 
 def make_connection(
@@ -226,7 +223,7 @@ def make_connection(
 
 @contextmanager
 def open_endpoint(target: Target, service: str | None) -> Iterator[Endpoint]:
-    """Yield the server's endpoint with the key, through a tunnel if needed."""
+    """Yield the server's endpoint, including the API key; open a tunnel if needed."""
     service = selected_services(target, service or MAIN_SERVICE)[0]
     server, login = make_connection(target, service=service), make_login(target)
     key = login.run(f"cat {server.key_path}").strip()
@@ -246,7 +243,7 @@ def ssh_command(host: Target) -> list[str]:
     data = host.data
     argv = ["ssh"]
     for flag, key in (("-F", "ssh_config_file"), ("-i", "ssh_key"), ("-p", "ssh_port")):
-        if data.get(key) not in (None, 22):
+        if data.get(key) not in (None, _DEFAULT_SSH_PORT):
             argv += [flag, str(data[key])]
     if data.get("ssh_known_hosts_file"):
         argv += ["-o", f"UserKnownHostsFile={data['ssh_known_hosts_file']}"]
@@ -265,10 +262,10 @@ def _keep_tunnels_open(servers: Sequence[Connection]) -> None:
     with ExitStack() as stack:
         running: dict[Connection, subprocess.Popen[str]] = {}
         for server in servers:
-            if is_open(port := _local_port(server)):
-                raise SparkError.single(
-                    server.host, f"port {port} is in use on this machine", _PORT_FIX
-                )
+            port = _local_port(server)
+            if is_open(port):
+                problem = f"port {port} is in use on this machine"
+                raise SparkError.single(server.host, problem, _PORT_FIX)
             process = running[server] = subprocess.Popen(
                 shlex.split(server.tunnel or ""),
                 stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
@@ -316,12 +313,12 @@ def ask(options: Options, question: str, service: str | None, tokens: int) -> in
     hosts = hosts_for_clients(select_hosts(options, must_serve=False), options, service)
     results = []
     for target in hosts:
-        if (task := make_connection(target, service=service).task) != "chat":
+        task = make_connection(target, service=service).task
+        if task != "chat":
             command = next_command(options, "connect", target.name)
             fix = f"run `{command}` and send the request that it prints"
-            raise SparkError.single(
-                target.name, f"the model is a {task} model, not a chat model", fix
-            )
+            problem = f"the model is a {task} model, not a chat model"
+            raise SparkError.single(target.name, problem, fix)
         if len(hosts) > 1 and not options.json:
             print(f"{target.name}:")
         results.append(ask_host(target, question, service, tokens, print_answer=not options.json))
@@ -333,9 +330,9 @@ def ask(options: Options, question: str, service: str | None, tokens: int) -> in
 def ask_host(
     target: Target, question: str, service: str | None, tokens: int, *, print_answer: bool
 ) -> dict[str, Any]:
-    """Ask a host through its gateway; print the answer as it arrives if ``print_answer``.
+    """Ask a host through its gateway; with ``print_answer``, print the answer as it arrives.
 
-    Raises SparkError if there is no connection or no complete answer.
+    Raises SparkError if the connection fails or the answer is incomplete.
     """
     pieces: list[str] = []
     reasoning_seen = False
@@ -347,8 +344,8 @@ def ask_host(
                 note("the model is thinking before it answers ...")
             reasoning_seen = True
             return
-        # Models put empty lines between reasoning and answer.
-        piece = piece if pieces else piece.lstrip()
+        if not pieces:  # models put empty lines between reasoning and answer
+            piece = piece.lstrip()
         if not piece:
             return
         pieces.append(piece)

@@ -82,10 +82,12 @@ def shared_options(
             return functools.partial(run, options, **values)
 
         parameters = [
-            *(_host_arguments(metavar), *_HOSTS) * hosts, *_PLANS * plans,
-            *_CONFIRMS * confirms, *_CHANGES * changes,
+            *((_host_arguments(metavar), *_HOSTS) if hosts else ()),
+            *(_PLANS if plans else ()),
+            *(_CONFIRMS if confirms else ()),
+            *(_CHANGES if changes else ()),
             click.option("--json", is_flag=True, help="Print the result as JSON."),
-        ]  # fmt: skip
+        ]
         return functools.reduce(lambda command, add: add(command), reversed(parameters), bind)
 
     return decorate
@@ -93,14 +95,15 @@ def shared_options(
 
 def _is_inventory(arg: str) -> bool:
     """Return whether an argument is an inventory: a file, a list of hosts, or ``@local``."""
-    is_inventory = arg.endswith(".py") or arg.startswith("@") or "," in arg or "/" in arg
-    return is_inventory or Path(arg).is_file()
+    if arg.endswith(".py") or arg.startswith("@") or "," in arg or "/" in arg:
+        return True
+    return Path(arg).is_file()
 
 
 def name_completer(*kinds: str) -> Callable[..., list[str]]:
-    """Return a completer for ``models``, MODEL/PROFILE, or ``profiles``."""
+    """Return a completer for names in the catalog; "models" includes MODEL/PROFILE."""
 
-    def names(_context: click.Context, _option: click.Parameter, incomplete: str) -> list[str]:
+    def complete(_context: click.Context, _option: click.Parameter, incomplete: str) -> list[str]:
         model, slash, _ = incomplete.partition("/")
         if slash and "models" in kinds:
             choices = [f"{model}/{name}" for name in catalog_files("profiles", user_dir=Path.cwd())]
@@ -108,13 +111,13 @@ def name_completer(*kinds: str) -> Callable[..., list[str]]:
             choices = [name for kind in kinds for name in catalog_files(kind, user_dir=Path.cwd())]
         return [name for name in choices if name.startswith(incomplete)]
 
-    return names
+    return complete
 
 
 def complete_host_names(
     _context: click.Context, _option: click.Parameter, incomplete: str
 ) -> list[str]:
-    """Suggest host names from ``hosts.yml``, or none if it cannot be read."""
+    """Suggest host names from ``hosts.yml``, or nothing if the file cannot be read."""
     try:
         hosts = list(yaml.safe_load(Path("hosts.yml").read_bytes())["hosts"])
     except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
@@ -182,7 +185,7 @@ _STYLES = {
 }
 
 
-_DOTS = {"●": "green", "◐": "yellow", "○": "red"}  # also distinct without color
+_DOT_COLORS = {"●": "green", "◐": "yellow", "○": "red"}  # also distinct without color
 
 
 def print_result(
@@ -219,33 +222,35 @@ def print_problem(problem: Problem) -> None:
 
 
 def wrap_line(line: str, width: int) -> list[str]:
-    """Split a line at spaces, and align further lines with the text after the title.
+    """Split a line at spaces, and align the following lines with the text after the title.
 
-    In a command, all lines but the last end with a backslash, so that users can copy it to a shell.
+    If the text is a command, all lines but the last end with a backslash for the shell.
     """
     if len(line) <= width:
         return [line]
     title = _TITLE.match(line)
-    indent = min(len(title[0]) if title and line.startswith(" ") else 4, width // 2)
+    title_width = len(title[0]) if title and line.startswith(" ") else 4
+    indent = min(title_width, width // 2)
     is_command = bool(title and _COMMAND.match(line, title.end()))
+    continuation = " \\" if is_command else ""
     lines, rest = [], line
     while len(rest) > width:
         # A line break inside quotes would become part of the argument.
         text = _QUOTED.sub(lambda quoted: "x" * len(quoted[0]), rest) if is_command else rest
-        cut = text.rfind(" ", indent + 1, width + 1 - 2 * is_command)
+        cut = text.rfind(" ", indent + 1, width + 1 - len(continuation))
         if cut <= indent:
             cut = text.find(" ", indent + 1)
         if cut < 0:
             break
-        lines.append(rest[:cut].rstrip() + " \\" * is_command)
+        lines.append(rest[:cut].rstrip() + continuation)
         rest = " " * indent + rest[cut:].lstrip()
     return [*lines, rest] if rest.strip() else lines
 
 
 def styled(line: str) -> Text:
     text = Text(line)
-    if dot := _DOTS.get(line[:1]):
-        text.stylize(dot, 0, 1)
+    if color := _DOT_COLORS.get(line[:1]):
+        text.stylize(color, 0, 1)
     elif not line.startswith(" ") and ": " in line:
         text.stylize("bold", 0, line.index(": "))
     for word, style in _STYLES.items():
@@ -265,6 +270,7 @@ def next_command(options: Options, *arguments: str) -> str:
 
 def command_path(name: str) -> str:
     """Return a program's name, or its path if the shell would start another program."""
-    program, in_path = Path(sys.executable).with_name(name), shutil.which(name)
+    program = Path(sys.executable).with_name(name)
+    in_path = shutil.which(name)
     is_same = in_path is not None and os.path.realpath(in_path) == os.path.realpath(program)
     return name if is_same or not program.exists() else str(program)

@@ -37,10 +37,10 @@ def doctor(options: Options, as_report: bool, out: str | None) -> int:
     hosts = select_hosts(options)
     if as_report:
         return _report(options, hosts, Path(out) if out else None)
-    needs = _preflight_plans(hosts)
-    answers = query(hosts, lambda host, target: read_survey(host, needs[target.name]))
+    plans = _preflight_plans(hosts)
+    answers = query(hosts, lambda host, target: read_survey(host, plans[target.name]))
     surveys = {answer.host.name: answer.value for answer in answers if answer.value}
-    verdicts = [make_verdict(answer, needs[answer.host.name], surveys) for answer in answers]
+    verdicts = [make_verdict(answer, plans[answer.host.name], surveys) for answer in answers]
     print_result(options, verdicts, map(verdict_lines, verdicts))
     return 0 if all(verdict["reachable"] and not verdict["problems"] for verdict in verdicts) else 1
 
@@ -54,8 +54,9 @@ def _report(options: Options, hosts: Sequence[Target], out: Path | None) -> int:
 
     reports: list[HostReport] = []
     for host, data in query_or_note(hosts, read):
-        number, local = len(reports) + 1, host.name == "@local"
-        reports.append(host_report(number, data, plans[host.name], MAIN_SERVICE, local=local))
+        number = len(reports) + 1
+        is_local = host.name == "@local"
+        reports.append(host_report(number, data, plans[host.name], MAIN_SERVICE, local=is_local))
         note(f"{host.name} is {reports[-1].name} in the report")
     if not reports:
         return 1
@@ -65,10 +66,10 @@ def _report(options: Options, hosts: Sequence[Target], out: Path | None) -> int:
     for entry in reports:
         states = [answer.state for answer in entry.answers]
         counts = ", ".join(f"{states.count(state)} {state}" for state in ("yes", "no", "open"))
-        stubs = "; the host uses stand-ins from the virtual lab and is not a Spark" * bool(
-            entry.stand_ins
-        )
-        lines.append(f"{entry.name}: {len(states)} questions, {counts}{stubs}")
+        line = f"{entry.name}: {len(states)} questions, {counts}"
+        if entry.stand_ins:
+            line += "; the host uses stand-ins from the virtual lab and is not a Spark"
+        lines.append(line)
     print_result(options, result, [lines])
     note(f"{path}: written; read the report before you send it")
     return 0 if len(reports) == len(hosts) else 1
@@ -84,7 +85,7 @@ def _preflight_plans(hosts: Sequence[Target]) -> dict[str, PreflightPlan]:
 
 
 def read_survey(host: Host, needs: PreflightPlan) -> Survey | None:
-    # The survey itself uses sudo if it works without a password.
+    # The survey itself calls sudo if sudo needs no password.
     survey: Survey | None = host.get_fact(HostSurvey, _sudo=False, **fact_arguments(needs))
     return survey
 
@@ -128,9 +129,12 @@ def verdict_lines(verdict: dict[str, Any]) -> Iterator[str]:
         yield f"{verdict['host']}: {verdict['problem']}"
         return
     count, stopped = len(verdict["problems"]), verdict["stopped"]
-    leaves = f", and leave {' and '.join(stopped)} stopped" if stopped else ""
-    result = f"would reject this host for {count} reason{'s' if count > 1 else ''}"
-    yield f"{verdict['host']}: a deploy {result if count else f'would proceed{leaves}'}"
+    result = "would proceed"
+    if count:
+        result = f"would reject this host for {count} reason{'s' if count > 1 else ''}"
+    elif stopped:
+        result += f", and leave {' and '.join(stopped)} stopped"
+    yield f"{verdict['host']}: a deploy {result}"
     for text in stopped.values():
         yield f"  stopped   {text}"
     for title, text in verdict["looks"].items():
@@ -193,6 +197,7 @@ def describe_reuse(reuse: Reuse) -> str:
         return ""
     where = f" found in {', '.join(reuse.folders)}" if reuse.folders else ""
     part, whole = format_size(reuse.found_bytes), format_size(reuse.whole_bytes)
-    if part.split()[1] == whole.split()[1]:
-        part = part.split()[0]
+    number, unit = part.split()
+    if whole.endswith(f" {unit}"):  # print a common unit only once
+        part = number
     return f"will reuse {part} of {whole}{where}; these files are not downloaded or moved"

@@ -114,15 +114,16 @@ def inventory_path(options: Options) -> Path:
 
 def _is_trusted(inventory: Path) -> bool:
     """Return whether only this user and root can change an inventory, which is a program."""
+    paths = (inventory, inventory.parent, inventory.parent.parent)
     try:
-        states = [path.stat() for path in (inventory, *list(inventory.parents)[:2])]
+        stats = [path.stat() for path in paths]
     except OSError:
         return False
-    return all(s.st_uid in (0, os.getuid()) and not s.st_mode & 0o022 for s in states)
+    return all(stat.st_uid in (0, os.getuid()) and not stat.st_mode & 0o022 for stat in stats)
 
 
 def build_plan(host: Target, *, estimate: bool = False) -> HostPlan:
-    """Return a host's plan; look up missing names, or estimate sizes without a hub."""
+    """Return a host's plan; look up names that are not locked, or estimate their sizes offline."""
     settings, catalog = host.settings, host.catalog
     path = host.loaded.lock_path
     lock = host.locks.get(path) or read_lock(path)
@@ -162,7 +163,7 @@ def with_estimates(lock: Lock, settings: Settings, catalog: Catalog) -> Lock:
     sources = [
         LockedSource(
             repo, revision, ESTIMATED_COMMIT,
-            # The only file that a plan looks for.
+            # Plans look only for this file.
             (SourceFile("tokenizer.json", size_bytes[repo], _ESTIMATED_SHA256),),
         )
         for repo, revision in missing.sources
@@ -257,7 +258,7 @@ def query(
 def query_or_note(
     hosts: Sequence[Target], read: Callable[[Host, Target], T | None]
 ) -> Iterator[tuple[Target, T]]:
-    """Yield each host that answers with its value; print the problems of other hosts."""
+    """Yield the hosts that answered, each with its value; print the problems of the others."""
     for answer in query(hosts, read):
         if answer.value is None:
             note(f"{answer.host.name}: {answer.problem}")

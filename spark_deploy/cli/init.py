@@ -85,18 +85,20 @@ def init(
 ) -> int:
     """Write missing files and update schemas; keep all other files."""
     folder = Path(directory)
-    hosts = _host_lines(host, user) if host else _default_hosts(folder, local)
+    host_lines = _host_lines(host, user) if host else _default_host_lines(folder, local)
     if host and (folder / HOSTS_FILE).exists():
-        _reject_other_hosts(folder / HOSTS_FILE, hosts)
+        _reject_other_hosts(folder / HOSTS_FILE, host_lines)
     is_new = not folder.exists()
     texts = {
-        folder / HOSTS_FILE: HOSTS_HEAD + "".join(hosts),
-        folder / "group_vars/all.yml": _settings(options.model, options.profile),
+        folder / HOSTS_FILE: HOSTS_HEAD + "".join(host_lines),
+        folder / "group_vars/all.yml": _settings_text(options.model, options.profile),
         folder / INVENTORY: INVENTORY_TEXT,
         folder / "config.py": CONFIG_TEXT,
         folder / ".gitignore": IGNORED,
     }
-    written = [path for path, text in texts.items() if not path.exists() and _write(path, text)]
+    written = [path for path in texts if not path.exists()]
+    for path in written:
+        _write(path, texts[path])
     try:
         read_hosts(folder / HOSTS_FILE)
         inventory = read_inventory(folder / INVENTORY)
@@ -136,10 +138,8 @@ def _reject_other_hosts(file: Path, lines: Sequence[str]) -> None:
     present = read_hosts(file).hosts
     missing = [line.strip() for line in lines if not yaml.safe_load(line).keys() <= present.keys()]
     if missing:
-        problem, fix = (
-            "exists, and init does not change the file",
-            f"add to the file: {'; '.join(missing)}",
-        )
+        problem = "exists, and init does not change the file"
+        fix = f"add to the file: {'; '.join(missing)}"
         raise SparkError.single(str(file), problem, fix)
     different = []
     for line in lines:
@@ -153,7 +153,7 @@ def _reject_other_hosts(file: Path, lines: Sequence[str]) -> None:
         raise SparkError(different)
 
 
-def _default_hosts(folder: Path, local: bool) -> list[str]:
+def _default_host_lines(folder: Path, local: bool) -> list[str]:
     """Return lines for this machine or hosts that the user types; none if hosts.yml exists."""
     if (folder / HOSTS_FILE).exists():
         return []
@@ -165,9 +165,8 @@ def _default_hosts(folder: Path, local: bool) -> list[str]:
         return _host_lines([LOCAL], None)
     if not sys.stdin.isatty():
         fix = "run `spark-deploy init DIR --host spark-1=192.168.1.21 --user nvidia`"
-        raise SparkError.single(
-            "hosts", "no host was given, and there is no terminal on which to ask for one", fix
-        )
+        problem = "no host was given, and there is no terminal on which to ask for one"
+        raise SparkError.single("hosts", problem, fix)
     if is_spark and click.confirm(
         "This machine is a Spark. Serve models on it?", default=True, err=True
     ):
@@ -185,9 +184,11 @@ def _host_lines(hosts: Sequence[str], user: str | None) -> list[str]:
         name, _, address = host.partition("=")
         login = user
         if not name.startswith("@") and "@" in name + address:
-            login, _, rest = (address or name).partition("@")
-            name, address = (name, rest) if address else (rest, "")
-        if re.fullmatch(r"[\d.]+|.*:.*", name):  # addresses are not host names
+            if address:
+                login, _, address = address.partition("@")
+            else:
+                login, _, name = name.partition("@")
+        if re.fullmatch(r"[\d.]+|.*:.*", name):  # an address, which cannot be the name
             name, address = f"spark-{number}", name
         values = {"address": address, "user": login if name != LOCAL else None}
         keys = ", ".join(f"{key}: {value}" for key, value in values.items() if value)
@@ -196,8 +197,9 @@ def _host_lines(hosts: Sequence[str], user: str | None) -> list[str]:
     return lines
 
 
-def _settings(model: str | None, profile: str | None) -> str:
-    catalog, model = read_catalog(), model or Settings().model
+def _settings_text(model: str | None, profile: str | None) -> str:
+    catalog = read_catalog()
+    model = model or Settings().model
     fitting = find_fitting_profiles(model, catalog)
     profiles = [name for name in fitting if not is_stage(catalog.profile(name, model))]
     profile = profile or next(iter(profiles), Settings().profile)
@@ -211,18 +213,17 @@ def _settings(model: str | None, profile: str | None) -> str:
     return re.sub("|".join(values), lambda match: values[match[0]], SETTINGS_TEXT)
 
 
-def _write(path: Path, text: str) -> bool:
+def _write(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         fix = "choose a writable folder"
         raise SparkError.single(str(path), f"cannot be written: {error.strerror}", fix) from error
-    return True
 
 
 def _lock(folder: Path) -> str | None:
-    """Lock the names in use; return the problem on failure, because `up` also locks names."""
+    """Lock the names in use; return the problem instead of raising, because `up` tries again."""
     try:
         update.lock_names(Options(inventory=str(folder / INVENTORY)), only_missing=True)
     except SparkError as error:

@@ -33,14 +33,15 @@ _limit_option = functools.partial(click.option, type=click.IntRange(min=1), meta
 @shared_options(changes=True)
 def key(options: Options, action: str, name: str, **limits: int | None) -> int:
     if action == "list":
-        # The argument after `list` is a host name.
-        return _print_keys(replace(options, limit=[*options.limit, *[name] * bool(name)]))
+        if name:  # the argument after `list` is a host name
+            options = replace(options, limit=[*options.limit, name])
+        return _print_keys(options)
     if not name:
-        raise SparkError.single(
-            f"key {action}", "no name given", f"add a name, for example `key {action} anna`"
-        )
+        fix = f"add a name, for example `key {action} anna`"
+        raise SparkError.single(f"key {action}", "no name given", fix)
     if action == "add":
-        return _add(options, name, {k: value for k, value in limits.items() if value is not None})
+        given_limits = {field: value for field, value in limits.items() if value is not None}
+        return _add(options, name, given_limits)
     return _revoke(options, name)
 
 
@@ -66,12 +67,12 @@ def _add(options: Options, name: str, limits: dict[str, int]) -> int:
 
 def _revoke(options: Options, name: str) -> int:
     if options.limit or options.exclude:
-        raise SparkError.single(
-            "key revoke", "always applies to all hosts", "remove the host names"
-        )
+        problem = "always applies to all hosts"
+        raise SparkError.single("key revoke", problem, "remove the host names")
     hosts = select_hosts(options, must_serve=False)
     root = hosts[0].loaded.root
-    if not (files := remove_entry(root, _KEYS, name, dry=True)):
+    files = remove_entry(root, _KEYS, name, dry=True)
+    if not files:
         key_names = sorted({key for host in hosts for key in host.settings.serve.keys})
         fix = f"choose from: {', '.join(key_names)}" if key_names else "run `spark-deploy key list`"
         raise SparkError.single(f"key revoke {name}", "no settings file contains this key", fix)
@@ -86,7 +87,7 @@ def _revoke(options: Options, name: str) -> int:
 
 
 def _apply(options: Options) -> int:
-    """Deploy the named keys from the changed settings; print only the key to standard output."""
+    """Deploy the named keys from the changed settings; print nothing to standard output."""
     hosts = select_hosts(options, must_serve=False)
     print_command(pyinfra_command("key", options, [host.name for host in hosts], ["-y"]))
     code = deploy("key", hosts, replace(options, json=True))
@@ -115,8 +116,8 @@ def _lines(host: dict[str, Any]) -> Iterator[str]:
     yield f"{host['host']}: {host['problem'] or heading}"
     for name, key in host["keys"].items():
         limits = [f"{key[field]} {unit}" for field, unit in _UNITS.items() if key[field]]
-        used = usage_text(key["usage"]) if key["usage"] else "not used"
-        yield f"  {name:<12} {', '.join(limits) or 'no limits'}; {used}"
+        usage = usage_text(key["usage"]) if key["usage"] else "not used"
+        yield f"  {name:<12} {', '.join(limits) or 'no limits'}; {usage}"
 
 
 _UNITS = {

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
@@ -53,20 +53,20 @@ def logs(options: Options, follow: bool, lines: int) -> int:
     """Return 1 if a journal could not be read."""
     script = journal_command(lines, follow=follow)
     hosts = select_hosts(options, must_serve=False)
-    readers = {host.name: _start_ssh(make_login(host), script) for host in hosts}
+    processes = {host.name: _start_ssh(make_login(host), script) for host in hosts}
     try:
-        merged = _read_all(readers)
+        merged = _read_all(processes)
         for line in merged if follow else sorted(merged):
             at = datetime.fromtimestamp(line.at_us / 1e6).strftime("%m-%d %H:%M:%S")
             text = printable(f"{at}  {line.host}  {line.part:<7}  {line.text}")
             print(json.dumps(asdict(line)) if options.json else text, flush=follow)
     except KeyboardInterrupt:
-        for process in readers.values():
+        for process in processes.values():
             process.terminate()
         return 0
-    failed = [name for name, process in readers.items() if process.wait() > 0]
+    failed = [name for name, process in processes.items() if process.wait() > 0]
     for name in failed:
-        note(f"{name}: {_failure_text(readers[name], 'journal unreadable')}")
+        note(f"{name}: {_failure_text(processes[name], 'journal unreadable')}")
     return 1 if failed else 0
 
 
@@ -79,8 +79,9 @@ def _start_ssh(login: Login, script: str) -> subprocess.Popen[str]:
 
 def _failure_text(process: subprocess.Popen[str], problem: str) -> str:
     output = process.stderr.read() if process.stderr else ""
-    if cause := ssh_reason(output):
-        return f"unreachable: {cause[0]}; fix: {cause[1]}"
+    if cause_and_fix := ssh_reason(output):
+        cause, fix = cause_and_fix
+        return f"unreachable: {cause}; fix: {fix}"
     reason = f": {one_line(output)}" if output.strip() else ""
     return f"{problem}{reason}; fix: run `spark-deploy doctor`"
 
@@ -101,12 +102,13 @@ def parse_journal(host: str, lines: Iterable[str]) -> Iterator[LogLine]:
         if isinstance(message, list):  # bytes that are not UTF-8
             message = bytes(message).decode(errors="replace")
         unit = str(data.get("_SYSTEMD_UNIT") or data.get("UNIT") or "")
-        part = next((p for t, p in _PARTS.items() if unit.startswith(f"{t.name}@")), "systemd")
+        parts = (part for template, part in _PARTS.items() if unit.startswith(f"{template.name}@"))
+        part = next(parts, "systemd")
         time_us = int(data.get("__REALTIME_TIMESTAMP", 0))
         yield LogLine(time_us, host, part, str(message or "").rstrip())
 
 
-def _read_all(readers: dict[str, subprocess.Popen[str]]) -> Iterator[LogLine]:
+def _read_all(processes: dict[str, subprocess.Popen[str]]) -> Iterator[LogLine]:
     """Yield lines as they arrive, until every journal has ended."""
     lines: queue.Queue[LogLine | None] = queue.Queue()
 
@@ -115,14 +117,14 @@ def _read_all(readers: dict[str, subprocess.Popen[str]]) -> Iterator[LogLine]:
             lines.put(line)
         lines.put(None)
 
-    for reader in readers.items():
-        threading.Thread(target=read, args=reader, daemon=True).start()
-    for _ in readers:  # each reader puts None at its end
+    for name_and_process in processes.items():
+        threading.Thread(target=read, args=name_and_process, daemon=True).start()
+    for _ in processes:  # each thread puts None when its journal ends
         yield from iter(lines.get, None)
 
 
 INTERVAL_S = 2
-_METRIC = re.compile(r"^vllm:(\w+?)(?:_total)?(?:\{[^}]*\})? (\S+)$")
+_METRIC = re.compile(r"^vllm:(?P<name>\w+?)(?:_total)?(?:\{[^}]*\})? (?P<value>\S+)$")
 _MODEL = re.compile(r'model_name="([^"]*)"')
 _SAMPLE_SCRIPT = """while :; do
   echo "at $(date +%s.%N)"
@@ -140,14 +142,14 @@ Sample = dict[str, Any]
 @dataclass(frozen=True, slots=True)
 class Load:
     host: str
-    running: float | None
-    waiting: float | None
-    tokens_per_s: float | None
-    acceptance_fraction: float | None
-    cache_fraction: float | None
-    available_bytes: float | None
-    temperature_c: float | None
-    power_w: float | None
+    running: float | None = None
+    waiting: float | None = None
+    tokens_per_s: float | None = None
+    acceptance_fraction: float | None = None
+    cache_fraction: float | None = None
+    available_bytes: float | None = None
+    temperature_c: float | None = None
+    power_w: float | None = None
     model: str | None = None
 
 
@@ -177,11 +179,11 @@ def top(options: Options, once: bool, service: str | None) -> int:
 
     try:
         # Rates need two samples.
-        while any(is_running(title) and len(last) < 2 for title, last in samples.items()):
+        while any(is_running(title) and len(latest) < 2 for title, latest in samples.items()):
             time.sleep(0.2)
         while True:
             _print_loads(
-                [compute_load(title, last) for title, last in samples.items()], options, once
+                [compute_load(title, latest) for title, latest in samples.items()], options, once
             )
             if once or not any(map(is_running, samples)):
                 break
@@ -191,7 +193,7 @@ def top(options: Options, once: bool, service: str | None) -> int:
     finally:
         for process in processes.values():
             process.terminate()
-    failed = [title for title, last in samples.items() if not last]
+    failed = [title for title, latest in samples.items() if not latest]
     for title in failed:
         note(f"{title}: {_failure_text(processes[title], 'no answer')}")
     return 1 if failed else 0
@@ -208,7 +210,8 @@ def parse_samples(lines: Iterable[str]) -> Iterator[Sample]:
     for line in map(str.strip, lines):
         name, _, value = line.partition(" ")
         if metric := _METRIC.match(line):
-            sample[metric[1]] = sample.get(metric[1], 0.0) + float(metric[2])
+            key = metric["name"]
+            sample[key] = sample.get(key, 0.0) + float(metric["value"])
             if model := _MODEL.search(line):
                 sample["model"] = printable(model[1])
         elif name == "at":
@@ -226,7 +229,7 @@ def parse_samples(lines: Iterable[str]) -> Iterator[Sample]:
 def compute_load(host: str, samples: Sequence[Sample]) -> Load:
     """Compute rates from the first and last sample."""
     if not samples:
-        return Load(host, *[None] * 8)
+        return Load(host)
     last, first = samples[-1], samples[0]
 
     def increase(metric: str) -> float:
@@ -257,6 +260,17 @@ def _print_loads(rows: list[Load], options: Options, once: bool) -> None:
     console.print(table(rows, console.width))
 
 
+# Title, format specifier and value of each column with numbers.
+_NUMBER_COLUMNS: tuple[tuple[str, str, Callable[[Load], float | None]], ...] = (
+    ("running", ".0f", lambda load: load.running),
+    ("waiting", ".0f", lambda load: load.waiting),
+    ("tok/s", ".1f", lambda load: load.tokens_per_s),
+    ("accepted", ".0%", lambda load: load.acceptance_fraction),
+    ("cache", ".0%", lambda load: load.cache_fraction),
+    ("free GiB", ".1f", lambda load: load.available_bytes and load.available_bytes / GIB),
+    ("°C", ".0f", lambda load: load.temperature_c),
+    ("W", ".0f", lambda load: load.power_w),
+)
 # Columns to hide in a narrow terminal, in this order.
 _OPTIONAL = ("W", "°C", "accepted", "free GiB", "cache", "waiting", "running")
 
@@ -264,16 +278,9 @@ _OPTIONAL = ("W", "°C", "accepted", "free GiB", "cache", "waiting", "running")
 def table(rows: Sequence[Load], width: int) -> Table:
     """Return a table of loads; hide optional columns in a narrow terminal."""
     columns = {"host": [row.host for row in rows], "model": [row.model or "-" for row in rows]}
-    for title, spec, value in (
-        ("running", ".0f", lambda row: row.running), ("waiting", ".0f", lambda row: row.waiting),
-        ("tok/s", ".1f", lambda row: row.tokens_per_s),
-        ("accepted", ".0%", lambda row: row.acceptance_fraction),
-        ("cache", ".0%", lambda row: row.cache_fraction),
-        ("free GiB", ".1f", lambda row: row.available_bytes and row.available_bytes / GIB),
-        ("°C", ".0f", lambda row: row.temperature_c), ("W", ".0f", lambda row: row.power_w),
-    ):  # fmt: skip
-        values = map(value, rows)
-        columns[title] = ["-" if number is None else format(number, spec) for number in values]
+    for title, spec, value_of in _NUMBER_COLUMNS:
+        values = map(value_of, rows)
+        columns[title] = ["-" if value is None else format(value, spec) for value in values]
     widths = {title: max(map(len, [title, *texts])) + 2 for title, texts in columns.items()}
     for title in _OPTIONAL:
         if sum(widths.values()) - 2 > width:

@@ -72,9 +72,8 @@ def models(options: Options, search: Sequence[str], shows_all: bool) -> int:
     ]
     if not listed:
         fix = suggest(" ".join(search), catalog.models, "run `spark-deploy models` to list all")
-        raise SparkError.single(
-            f"models {' '.join(search)}", "no model in the catalog matches", fix
-        )
+        where = f"models {' '.join(search)}"
+        raise SparkError.single(where, "no model in the catalog matches", fix)
     listed.sort(key=lambda model: (model.hosts or 99, -(model.tokens_per_s or 0), model.name))
     if options.json:
         print_result(options, listed, ())
@@ -93,10 +92,13 @@ def describe(model: Model, catalog: Catalog, lock: Lock) -> ListedModel:
     best = next((names[0] for names in profiles.values() if names), None)
     profile = catalog.profile(best, model.name) if best else None
     hybrid = model.architecture if isinstance(model, HybridModel) else None
-    size_bytes, is_known = weight_sizes(hybrid).tree_bytes if hybrid else None, hybrid is not None
     if isinstance(model, PlainModel):
-        source, is_known = lock.sources.get(model.repository), model.anatomy is not None
+        source = lock.sources.get(model.repository)
         size_bytes = source.size_bytes if source else None
+        is_known = model.anatomy is not None
+    else:
+        size_bytes = weight_sizes(model.architecture).tree_bytes
+        is_known = True
     return ListedModel(
         name=model.name,
         summary=model.summary,
@@ -138,12 +140,12 @@ def find_fitting_profiles(model: str, catalog: Catalog, count: int = 1) -> list[
         for name, profile_model in catalog.profiles
         if profile_model == model and can_serve(settings_for_hosts(count, model, name), catalog)
     ]
-    # `plain` comes first for published checkpoints, and last for checkpoints that we build.
     return sorted(
         names,
         key=lambda name: (
             name != default,
-            isinstance(catalog.model(model), HybridModel) == (name == PLAIN_PROFILE),
+            # `plain` comes first for published checkpoints, and last for checkpoints that we build.
+            (name == PLAIN_PROFILE) == isinstance(catalog.model(model), HybridModel),
             is_stage(catalog.profile(name, model)),
         ),
     )
@@ -183,8 +185,9 @@ def _details(model: ListedModel) -> Iterator[str]:
     if not model.is_known:
         yield "  size       unknown; run `spark-deploy use NAME`, then `spark-deploy update`"
     for count, names in model.profiles.items() if model.is_known else ():
+        title = f"on {count} Sparks" if count > 1 else "on 1 Spark"
         text = ", ".join(names) or f"no profile fits; {model.fixes[count]}"
-        yield f"  on {count} Spark{'s' * (count > 1)} {text}"
+        yield f"  {title} {text}"
     for number, (name, choose_when) in enumerate(model.choices.items()):
         yield f"  {'' if number else 'profiles':<10} {name}: {choose_when}"
     if model.download_bytes:
@@ -208,8 +211,8 @@ def schema_line(root: Path, file: Path, schema: str) -> str:
     path = f"schema/{schema}.schema.json"
     if not (root / path).is_file():
         return ""
-    up = "../" * len(file.relative_to(root).parent.parts)
-    return f"# yaml-language-server: $schema={up}{path}\n"
+    path_to_root = "../" * len(file.relative_to(root).parent.parts)
+    return f"# yaml-language-server: $schema={path_to_root}{path}\n"
 
 
 @dataclass(slots=True)
@@ -255,12 +258,13 @@ class Draft:
 
 
 def _comment(text: str) -> list[str]:
-    plain = " ".join("".join(sign if sign.isprintable() else "?" for sign in text).split())
-    return textwrap.wrap(plain, _WIDTH, initial_indent="# ", subsequent_indent="# ") or ["#"]
+    printable = "".join(char if char.isprintable() else "?" for char in text)
+    line = " ".join(printable.split())
+    return textwrap.wrap(line, _WIDTH, initial_indent="# ", subsequent_indent="# ") or ["#"]
 
 
 def write_files(root: Path, texts: Mapping[tuple[str, str], str], *, force: bool) -> list[Path]:
-    """Write all or none of the catalog files, given by kind and name; return their paths."""
+    """Write catalog files with these texts by kind and name, or no file if one is invalid."""
     paths = {(kind, name): root / "catalog" / kind / f"{name}.yml" for kind, name in texts}
     if not force:
         _reject_existing(paths)
@@ -269,7 +273,8 @@ def write_files(root: Path, texts: Mapping[tuple[str, str], str], *, force: bool
         for (kind, name), path in paths.items():
             text = texts[kind, name]
             is_plain = re.search(r"^kind: plain\b", text, re.MULTILINE)
-            schema = "profile" if kind == "profiles" else "plain_model" if is_plain else "model"
+            model_schema = "plain_model" if is_plain else "model"
+            schema = "profile" if kind == "profiles" else model_schema
             files.write_text(path, schema_line(root, path, schema) + text)
         _check(root, list(texts))
     except BaseException:  # includes a full disk and Ctrl-C
@@ -290,9 +295,8 @@ def write_files(root: Path, texts: Mapping[tuple[str, str], str], *, force: bool
 def _reject_existing(paths: Mapping[tuple[str, str], Path]) -> None:
     for (kind, name), path in paths.items():
         if path.exists():
-            raise CatalogError.single(
-                str(path), "already exists", "add --force, or remove the file"
-            )
+            fix = "add --force, or remove the file"
+            raise CatalogError.single(str(path), "already exists", fix)
         if name in catalog_files(kind):
             problem = "would replace the shipped file with the same name"
             fix = "choose another name, or add --force to replace the shipped file"

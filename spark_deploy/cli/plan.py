@@ -44,24 +44,24 @@ def plan(options: Options, estimate: bool, on_host: bool) -> int:
             replace(problem, fix=f"{problem.fix}, or add --estimate to work offline")
             for problem in error.problems
         ]) from error  # fmt: skip
-    for host in () if estimate else hosts:
-        # Compare tensor names with the catalog unless the lock file contains a result.
-        path = host.loaded.lock_path
-        lock = host.locks.get(path) or read_lock(path)
-        host.locks[path] = verify_names_if_online(host.settings, host.catalog, lock, note)
+    if not estimate:
+        for host in hosts:
+            # Compare tensor names with the catalog unless the lock file contains a result.
+            path = host.loaded.lock_path
+            lock = host.locks.get(path) or read_lock(path)
+            host.locks[path] = verify_names_if_online(host.settings, host.catalog, lock, note)
     needs = {host_plan.host: host_plan.preflight for host_plan in plans}
     reuse: dict[str, Reuse] = {}
     if on_host:
         surveys = query_or_note(hosts, lambda host, target: read_survey(host, needs[target.name]))
-        reuse = {
-            host.name: find_reusable(survey.stored, needs[host.name]) for host, survey in surveys
-        }
+        for host, survey in surveys:
+            reuse[host.name] = find_reusable(survey.stored, needs[host.name])
     texts = (
         plan_text(
             host_plan, *model_and_profile(host.settings, host.catalog),
             verbose=options.verbose,
             present=describe_reuse(reuse[host.name]) if host.name in reuse else "",
-            peer=download_peer(host_plan, plans[:number] * host.settings.fleet.share),
+            peer=download_peer(host_plan, plans[:number] if host.settings.fleet.share else ()),
             calibration=read_calibration(host.loaded.root, host.catalog),
         )
         for number, (host, host_plan) in enumerate(zip(hosts, plans, strict=True))
@@ -90,8 +90,9 @@ def read_calibration(root: Path, catalog: Catalog) -> Calibration:
 
 
 def read_measured_speeds(root: Path, catalog: Catalog) -> Iterator[MeasuredSpeed]:
-    folders = (CHECKOUT / "reports", root / "reports")
-    files = [*root.glob("spark-report-*.json"), *(p for f in folders for p in f.glob("*.json"))]
+    files = list(root.glob("spark-report-*.json"))
+    for folder in (CHECKOUT / "reports", root / "reports"):
+        files += folder.glob("*.json")
     for path in sorted({path.resolve() for path in files}):
         try:
             hosts = read_report(path).hosts

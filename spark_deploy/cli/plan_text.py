@@ -77,10 +77,10 @@ def download_peer(plan: HostPlan, earlier: Iterable[HostPlan]) -> str:
     return next((other.host for other in earlier if needed <= _download_sizes(other).keys()), "")
 
 
-def _download_sizes(plan: HostPlan) -> dict[tuple[bool, str], int]:
-    files = {(False, s.digest): s.size_bytes for served in plan.served for s in served.sources}
-    images = {(True, s.image.base): s.image.size_bytes for s in plan.served}
-    return files | images
+def _download_sizes(plan: HostPlan) -> dict[tuple[str, str], int]:
+    images = {("image", served.image.base): served.image.size_bytes for served in plan.served}
+    sources = (source for served in plan.served for source in served.sources)
+    return images | {("source", source.digest): source.size_bytes for source in sources}
 
 
 def summary_lines(plan: HostPlan, profile: Profile, peer: str) -> Iterator[str]:
@@ -90,8 +90,9 @@ def summary_lines(plan: HostPlan, profile: Profile, peer: str) -> Iterator[str]:
     yield row("downloads", _peer_downloads_text(plan, peer) if peer else _downloads_text(plan))
     peak_bytes, after_bytes = disk_total(plan.disk)
     sizes = f"{format_size(after_bytes)} in total, {format_size(peak_bytes)} at peak"
-    is_partial = any(not source.size_bytes for served in plan.served for source in served.sources)
-    yield row("disk", f"{sizes}{', not counting files of unknown size' if is_partial else ''}")
+    if any(not source.size_bytes for served in plan.served for source in served.sources):
+        sizes += ", not counting files of unknown size"
+    yield row("disk", sizes)
     yield row("memory", _memory_summary(plan, profile))
     for text in plan.memory.unknown:
         yield row("UNKNOWN", text)
@@ -99,9 +100,8 @@ def summary_lines(plan: HostPlan, profile: Profile, peer: str) -> Iterator[str]:
         yield row("UNPROVEN", f"profile {profile.name} has not been tested end to end")
     requested, used = profile.limits.memory_fraction, plan.memory.memory_fraction
     if used < requested and not profile.kv_cache.size_bytes:
-        yield row(
-            "", f"memory share lowered from {requested:g} to {used:g} to keep the reserve free"
-        )
+        text = f"memory share lowered from {requested:g} to {used:g} to keep the reserve free"
+        yield row("", text)
     if not plan.release.check.portable:
         repeats = "repeated when the engine's base image or the driver changes"
         yield row("start", f"{COMPILING}; {repeats}")
@@ -127,13 +127,16 @@ def _address_text(plan: HostPlan) -> str:
 
 def _downloads_text(plan: HostPlan) -> str:
     sizes = _download_sizes(plan)
-    image = sum(size_bytes for (is_image, _), size_bytes in sizes.items() if is_image)
-    files = sum(sizes.values()) - image
-    slow, fast = (_duration_text((files + image) / rate / 1e6) for rate in RATES_MB_PER_S)
+    image_bytes = sum(size_bytes for (kind, _), size_bytes in sizes.items() if kind == "image")
+    file_bytes = sum(sizes.values()) - image_bytes
+    images = f"{format_size(image_bytes)} of images, minus files already on the host"
+    if not file_bytes:
+        return f"files of unknown size and {images}"
+    total_mb = (file_bytes + image_bytes) / 1e6
+    slow, fast = (_duration_text(total_mb / rate) for rate in RATES_MB_PER_S)
     build = "; then builds the checkpoint" if plan.checkpoint else ""
-    model = f"up to {format_size(files)} of files" if files else "files of unknown size"
-    times = f": {fast} at 100 MB/s, {slow} at 25 MB/s{build}" if files else ""
-    return f"{model} and {format_size(image)} of images, minus files already on the host{times}"
+    files = f"up to {format_size(file_bytes)} of files"
+    return f"{files} and {images}: {fast} at 100 MB/s, {slow} at 25 MB/s{build}"
 
 
 def _peer_downloads_text(plan: HostPlan, peer: str) -> str:
@@ -216,9 +219,8 @@ def _service_lines(plan: ServicePlan) -> Iterator[str]:
     yield row("image", plan.image.base)
     tokens = plan.memory.kv_tokens
     cache = gib(plan.memory.kv_cache_bytes) + ("" if tokens is None else f" of {tokens:,} tokens")
-    yield row(
-        "memory", f"weights, drafter and runtime {gib(plan.memory.engine_bytes)}, KV cache {cache}"
-    )
+    engine = gib(plan.memory.engine_bytes)
+    yield row("memory", f"weights, drafter and runtime {engine}, KV cache {cache}")
     yield row("engine", _engine_command(plan.release))
     yield from _serving_lines(plan.release, plan.gateway)
 
@@ -303,9 +305,9 @@ def _memory_lines(plan: HostPlan, profile: Profile) -> Iterator[str]:
 def speed_lines(
     plan: HostPlan, model: Model, profile: Profile, calibration: Calibration = UNMEASURED
 ) -> Iterator[str]:
-    reason = _not_computed_reason(plan, model, profile)
-    if reason or not isinstance(model, HybridModel):
-        yield row("speed", f"not computed for {reason}")
+    unsupported = _unsupported_by_speed_model(plan, model, profile)
+    if unsupported or not isinstance(model, HybridModel):
+        yield row("speed", f"not computed for {unsupported}")
         return
     shape, requests = model.architecture, profile.limits.max_sequences
     context, factor = plan.release.check.max_model_len, calibration.factor
@@ -342,17 +344,17 @@ def speed_lines(
 
 def _first_token_text(plan: HostPlan, model: Architecture, profile: Profile) -> str:
     session = min(_SESSION_TOKENS, plan.release.check.max_model_len // 2)
-    new_s = first_token_s(model, session)
+    prompt_s = first_token_s(model, session)
     turn_s = next_turn_s(model, profile, plan.memory.block_tokens, session, _TURN_TOKENS)
     caching = "with" if profile.prefix_caching else "without"
     return (
-        f"{new_s:.0f} s for a {session:,}-token prompt, "
+        f"{prompt_s:.0f} s for a {session:,}-token prompt, "
         f"{turn_s:.0f} s for the next turn of {_TURN_TOKENS:,} tokens "
         f"({caching} prefix caching; computed)"
     )
 
 
-def _not_computed_reason(plan: HostPlan, model: Model, profile: Profile) -> str:
+def _unsupported_by_speed_model(plan: HostPlan, model: Model, profile: Profile) -> str:
     if not isinstance(model, HybridModel):
         return "models without an architecture file"
     if profile.engine_mode != "native":
@@ -362,8 +364,8 @@ def _not_computed_reason(plan: HostPlan, model: Model, profile: Profile) -> str:
 
 
 def _speed_range(speed: Speed, factor: float) -> str:
-    low, high = (speed.tokens_per_s * factor * (1 + side * TOLERANCE) for side in (-1, 1))
-    return f"{low:.0f} to {high:.0f}"
+    tokens_per_s = speed.tokens_per_s * factor
+    return f"{tokens_per_s * (1 - TOLERANCE):.0f} to {tokens_per_s * (1 + TOLERANCE):.0f}"
 
 
 def _disk_lines(plan: HostPlan) -> Iterator[str]:

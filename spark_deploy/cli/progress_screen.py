@@ -23,8 +23,10 @@ _JOB = re.compile(
     r"(?P<title>(?:fetch|build|pull|remove) .+): (?P<state>[a-z]+)(?:: (?P<progress>.*))?$"
 )
 _ROLLOUT = re.compile(r"rollout of \S+: (?P<phase>[\w-]+): (?P<detail>.*)")
+_WAITING = re.compile(r"waited_s=(?P<seconds>\d+) ?(?:limit_s=\d+ )?(?P<cause>.*)")
 # pyinfra logs these for each host, in addition to its callbacks.
 _STATUSES = ("Success", "No changes", "Skipped", "Error: executed", "Connected", "Ready:")
+_HOST_LINE = re.compile(r"\[(?P<host>[^\]]*)\](?P<text>.*)", re.DOTALL)
 # Logged before the first operation.
 _PREAMBLE = re.compile(r"--> .*\.\.\.$|\s*Failed to load host keys from .*: No such file")
 _PART_OF_ROLE = {
@@ -76,15 +78,18 @@ class HostView:
             return self.step, ""
         if self.progress:
             return self.task, self.progress
-        return f"{self.step}{f': {self.task}' if self.task else ''}", ""
+        return (f"{self.step}: {self.task}" if self.task else self.step), ""
 
     def start(self, step: str) -> None:
         self.last_results = self.step_results or self.last_results
-        self.step, self.task, self.progress, self.notes, self.is_done = step, "", "", [], False
+        self.task = self.progress = ""
+        self.step, self.notes, self.is_done = step, [], False
 
     def log(self, text: str) -> None:
-        if text.startswith(("Connected", "Ready:")):
-            self.step = "preparing" if text == "Connected" else "ready"
+        if text == "Connected":
+            self.step = "preparing"
+        elif text.startswith(("Connected", "Ready:")):
+            self.step = "ready"
         if text.startswith(_STATUSES):
             return
         self.notes.append(text)
@@ -93,11 +98,10 @@ class HostView:
         self.task, self.progress = text, ""
         if rollout := _ROLLOUT.match(text):
             self.task, self.progress = "engine", PHASES.get(rollout["phase"], rollout["phase"])
-            if waited := re.match(r"waited_s=(\d+) ?(?:limit_s=\d+ )?(.*)", rollout["detail"]):
-                total = format_duration(int(waited[1]))
-                self.progress = (
-                    f"{waited[2]} ({total})" if waited[2] else f"{self.progress}, {total}"
-                )
+            if waiting := _WAITING.match(rollout["detail"]):
+                duration = format_duration(int(waiting["seconds"]))
+                cause = waiting["cause"]
+                self.progress = f"{cause} ({duration})" if cause else f"{self.progress}, {duration}"
             elif rollout["phase"] == "rollback":
                 self.progress += f": {rollout['detail']}"
         elif job := _JOB.match(text):
@@ -116,45 +120,48 @@ class Transcript:
 
     def log(self, line: str) -> list[str]:
         line = without_errno(line).strip()
-        name, bracket, text = line.removeprefix("[").partition("]")
-        if line.startswith("[") and bracket and name in self.hosts:
-            self.hosts[name].log(text.strip())
-            is_warning = text.strip().startswith(CHECK_WARNING)
-            return [f"{name}: {text.strip()}"] if is_warning else []
+        if match := _HOST_LINE.match(line):
+            name, text = match["host"], match["text"].strip()
+            if name in self.hosts:
+                self.hosts[name].log(text)
+                return [f"{name}: {text}"] if text.startswith(CHECK_WARNING) else []
         self.other_lines.append(line)
         return [line] if re.match(r"(warning|error|!!!)\b", line.lower()) else []
 
     def start_operation(self, name: str, now_s: float) -> None:
         self._add_time(now_s)
-        role, _, name = (word.strip() for word in name.partition("|"))
+        role, _, title = (text.strip() for text in name.partition("|"))
         self.part = _PART_OF_ROLE.get(role, "host")
-        if name == "Wait for all jobs":
+        if title == "Wait for all jobs":
             self.part = "model and image"
         self.other_lines = []
         # A rollout's operation ends in "on HOST, HOST"; other operations run on all hosts.
-        named = name.rpartition(" on ")[2].split(", ")
+        _, _, suffix = title.rpartition(" on ")
+        named = suffix.split(", ")
         active = named if all(host in self.hosts for host in named) else list(self.hosts)
         for host in self.hosts.values():
             if not host.failed_step:
                 waiting = f"waiting for {', '.join(active)}"
-                host.start(f"{role}: {name}" if host.name in active else waiting)
+                host.start(f"{role}: {title}" if host.name in active else waiting)
 
     def end_operation(self, host: str, now_s: float, *, skipped: bool = False) -> None:
         self._add_time(now_s)
         self.hosts[host].is_done = True
-        self.hosts[host].steps += not skipped
+        if not skipped:
+            self.hosts[host].steps += 1
 
     def fail_operation(self, name: str, now_s: float) -> list[str]:
         """Mark the host as failed; return its headline, or all results if there is none."""
         self.end_operation(name, now_s)
         host = self.hosts[name]
-        host.failed_step, lines = host.step, host.step_results
-        first = next((i for i, line in enumerate(lines) if line.startswith(f"{name} ")), None)
-        if first is None:
-            host.problems = lines
-            return [f"{name}: FAILED in {host.step}", *(f"  {line}" for line in lines)]
-        host.headline, host.problems = lines[first], lines[first + 1 :]
-        return [host.headline]
+        host.failed_step = host.step
+        lines = host.step_results
+        for index, line in enumerate(lines):
+            if line.startswith(f"{name} "):
+                host.headline, host.problems = line, lines[index + 1 :]
+                return [host.headline]
+        host.problems = lines
+        return [f"{name}: FAILED in {host.step}", *(f"  {line}" for line in lines)]
 
     def _add_time(self, now_s: float) -> None:
         if self.part:
@@ -163,9 +170,9 @@ class Transcript:
 
 
 def format_duration(seconds: float) -> str:
-    total_minutes, rest = divmod(round(seconds), 60)
-    hours, rest_minutes = divmod(total_minutes, 60)
-    return f"{hours}:{rest_minutes:02d}:{rest:02d}" if hours else f"{rest_minutes}:{rest:02d}"
+    total_minutes, rest_s = divmod(round(seconds), 60)
+    hours, minutes = divmod(total_minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest_s:02d}" if hours else f"{minutes}:{rest_s:02d}"
 
 
 class Watcher(BaseStateCallback):
@@ -176,7 +183,8 @@ class Watcher(BaseStateCallback):
     def __init__(self, hosts: Sequence[str], console: Console, write: Callable[[str], object]):
         self.started_s = time.monotonic()
         self.transcript = Transcript({name: HostView(name) for name in hosts})
-        self.screen = (_LiveScreen if console.is_terminal else _PipedScreen)(self, console)
+        screen_class = _LiveScreen if console.is_terminal else _PipedScreen
+        self.screen = screen_class(self, console)
         self._write = write
 
     def now_s(self) -> float:
@@ -220,7 +228,8 @@ class Watcher(BaseStateCallback):
         for host, operations in state.ops.items():
             if op_hash in operations:
                 meta = operations[op_hash].operation_meta
-                self.transcript.hosts[host.name].changed += meta.is_complete() and meta.did_change()
+                if meta.is_complete() and meta.did_change():
+                    self.transcript.hosts[host.name].changed += 1
 
 
 def watch(run: Callable[[Watcher], int], hosts: Sequence[str], log: Path, console: Console) -> int:
@@ -244,13 +253,12 @@ def watch(run: Callable[[Watcher], int], hosts: Sequence[str], log: Path, consol
 
 
 def print_text(text: Text, console: Console) -> None:
-    """Print a line; in a terminal, wrap it with an indent."""
+    """Print a line; in a terminal, wrap the line and indent its other parts."""
     if not console.is_terminal:
         console.print(text, soft_wrap=True)
         return
-    first, *rest = text.wrap(console, console.width - _INDENT)
-    for line in (first, *(Text(" " * _INDENT) + part for part in rest)):
-        console.print(line, soft_wrap=True)
+    for number, line in enumerate(text.wrap(console, console.width - _INDENT)):
+        console.print(Text(" " * _INDENT) + line if number else line, soft_wrap=True)
 
 
 class _PipedScreen:
@@ -294,12 +302,13 @@ def rows(transcript: Transcript, duration_s: float, width: int) -> Group:
     name_width = max(map(len, transcript.hosts), default=0)
     for host in transcript.hosts.values():
         task, progress = host.line()
-        task_width = max(10, width - name_width - len(progress) - 2 * bool(progress) - 2)
-        style = "red bold" if host.failed_step else "green" if host.is_done else ""
-        text = Text.assemble(
-            (f"{host.name:<{name_width}}  ", "bold"), (shorten(task, task_width), style)
-        )
-        lines.append(text.append(f"  {progress}" if progress else ""))
+        name = f"{host.name:<{name_width}}  "
+        suffix = f"  {progress}" if progress else ""
+        style = "green" if host.is_done else ""
+        if host.failed_step:
+            style = "red bold"
+        task = shorten(task, max(10, width - len(name) - len(suffix)))
+        lines.append(Text.assemble((name, "bold"), (task, style), suffix))
     lines.append(Text(f"{format_duration(duration_s)}  {transcript.part}", "dim"))
     for line in lines:
         line.truncate(width, overflow="ellipsis")
@@ -309,8 +318,9 @@ def rows(transcript: Transcript, duration_s: float, width: int) -> Group:
 def shorten(text: str, width: int) -> str:
     if len(text) <= width:
         return text
-    head = (width - 1) // 2
-    return f"{text[:head]}…{text[len(text) - (width - 1 - head) :]}"
+    head_width = (width - 1) // 2
+    tail_width = width - 1 - head_width
+    return f"{text[:head_width]}…{text[len(text) - tail_width :]}"
 
 
 def _styled(text: str) -> Text:
@@ -322,14 +332,17 @@ def _styled(text: str) -> Text:
 def summary(transcript: Transcript, code: int, duration_s: float) -> Iterator[Text]:
     """Yield the result and number of changes for each host, then the duration of each part."""
     for host in sorted(transcript.hosts.values(), key=lambda host: not host.failed_step):
-        outcome = Text(host.serves[0] if host.serves else "done", "green")
-        if host.failed_step or (code and not host.serves):
-            text = f"FAILED in {host.failed_step}" if host.failed_step else "not finished"
-            outcome = Text(text, "bold red")
+        if host.failed_step:
+            outcome = Text(f"FAILED in {host.failed_step}", "bold red")
+        elif host.serves:
+            outcome = Text(host.serves[0], "green")
+        else:
+            outcome = Text("not finished", "bold red") if code else Text("done", "green")
         heading = Text.assemble((host.name, "bold"), "  ", outcome)
         yield Text(host.headline, "bold red") if host.headline else heading
-        results = host.serves[1:] or ([] if host.serves else host.step_results or host.last_results)
-        yield from (Text(f"  {line}") for line in ([] if host.failed_step else results))
+        if not host.failed_step:
+            results = host.serves[1:] if host.serves else host.step_results or host.last_results
+            yield from (Text(f"  {line}") for line in results)
         yield from (Text(f"  {line}", "red") for line in host.problems)
         changed = f"{host.changed} of {host.steps} steps" if host.changed else "nothing"
         if host.headline:

@@ -77,31 +77,31 @@ def draft_from_recipe(data: Mapping[str, Any], source: str, engine: Engine | Non
         problem = f"requires {gpus} GPUs, but imported models run on a single Spark with one GPU"
         raise CatalogError.single(source, problem, "use a recipe for one Spark")
     draft = Draft(recipe.repository, recipe.revision)
-    draft.about = [
-        f"Written by `spark-deploy add` from {source}, {recipe.kind}. "
-        "Imported; this project has not run it."
-    ]
+    origin = f"Written by `spark-deploy add` from {source}, {recipe.kind}."
+    draft.about = [f"{origin} Imported; this project has not run it."]
     draft.put("summary", recipe.summary)
     draft.put("parsers", arguments.parsers, f"From {recipe.kind}.")
     if arguments.parsers:
         draft.put("check", {**dict.fromkeys(arguments.parsers, True), "conversation": True})
-    if environment := _allowed_environment(recipe):
+    if environment := _take_allowed_environment(recipe):
         arguments.profile["environment"] = environment
-    draft.put("changes", [{"set": arguments.profile}] * bool(arguments.profile), "From the recipe.")
+    if arguments.profile:
+        draft.put("changes", [{"set": arguments.profile}], "From the recipe.")
     draft.put("imported", [f"{recipe.kind}, {source}"])
     unused = [f"not used: {text}" for text in (*recipe.unused, *arguments.unused)]
     draft.open_questions += [*recipe.open_questions, *unused]
     return draft
 
 
-def _allowed_environment(recipe: Recipe) -> dict[str, str]:
+def _take_allowed_environment(recipe: Recipe) -> dict[str, str]:
     variables = {str(name): str(value) for name, value in recipe.environment.items()}
-    paths = allowed.find_unlisted({}, variables)
-    unlisted = f"{allowed.NOT_LISTED}; {allowed.FIX}"
-    rejected = {path.removeprefix("environment."): unlisted for path in paths}
-    rejected |= {name: reason for name, reason, _ in engine_options.environment_problems(variables)}
-    recipe.unused += [f"environment {name}: {rejected[name]}" for name in sorted(rejected)]
-    return {name: value for name, value in variables.items() if name not in rejected}
+    reasons: dict[str, str] = {}
+    for path in allowed.find_unlisted({}, variables):
+        reasons[path.removeprefix("environment.")] = f"{allowed.NOT_LISTED}; {allowed.FIX}"
+    for name, reason, _ in engine_options.environment_problems(variables):
+        reasons[name] = reason
+    recipe.unused += [f"environment {name}: {reasons[name]}" for name in sorted(reasons)]
+    return {name: value for name, value in variables.items() if name not in reasons}
 
 
 def _parse(data: Mapping[str, Any], source: str) -> Recipe:
@@ -216,7 +216,7 @@ def _parse_vllm_project(data: Mapping[str, Any]) -> Recipe:
 
 
 def _split_serve_command(command: str) -> tuple[list[str], dict[str, Any], list[str]]:
-    """Return arguments of ``vllm serve MODEL``, environment variables, and unused parts."""
+    """Return the arguments after MODEL, the environment variables, and the unused words."""
     text = re.sub(r"^[ \t]*#.*$", "", command.replace("\\\n", " "), flags=re.MULTILINE)
     try:
         parts = shlex.split(text)
@@ -304,7 +304,7 @@ def read_arguments(args: list[str]) -> Arguments:
         options[option] = {**_mapping(options.get(option)), key: value} if key else value
     for name, value in options.items():
         _add_argument(name, value, arguments)
-    # Options without a profile key; keep the options that a catalog file may set.
+    # Of the options without a profile key, keep those that a catalog file may set.
     others = arguments.profile.pop("options", {})
     for option, problem, fix in list(engine_options.option_problems(others)):
         del others[option]
@@ -355,10 +355,10 @@ def _add_speculation(config: dict[str, Any], arguments: Arguments) -> None:
         arguments.unused.append(f"--speculative-config: method {method[:40]} is not supported")
         return
     speculation = {"method": _METHODS[method]}
-    for name, (key, kind) in _SPECULATION.items():
-        if name in config and type(config[name]) is kind:
+    for name, (key, value_type) in _SPECULATION.items():
+        if name in config and type(config[name]) is value_type:
             speculation[key] = config[name]
-    schema = schema_of(Speculation, "s")
+    schema = schema_of(Speculation, "speculation")
     problems = [problem.what for problem in schema_problems(speculation, schema, lambda path: "")]
     if not problems:  # only data that matches the schema can be converted
         problems = [problem.what for problem in convert(Speculation, speculation).violations()]
@@ -388,7 +388,7 @@ def _option_values(args: list[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _parse_value(values: list[str]) -> Any:
-    """Return True for a flag, a list for several values, parsed JSON or number, or the string."""
+    """Return True for no value, a list for several, and for one, its JSON value or the string."""
     if len(values) != 1:
         return values or True
     text = values[0]

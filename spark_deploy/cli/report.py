@@ -158,11 +158,12 @@ def redact_text(text: str) -> str:
 
 def _redact_address(match: re.Match[str]) -> str:
     text = match[0]
-    end_of_word, colon, rest = text.partition(":")
-    for label, part in (("", text), (end_of_word + colon, rest)):
+    first_word, colon, rest = text.partition(":")
+    # The match may include the end of a label, as in "mac:ADDRESS".
+    for label, candidate in (("", text), (first_word + colon, rest)):
         try:
-            address = ipaddress.ip_address(_NEXT_TO_ADDRESS.sub("", part))
-        except ValueError:  # a time of day, a version, an address after "mac:"
+            address = ipaddress.ip_address(_NEXT_TO_ADDRESS.sub("", candidate))
+        except ValueError:  # for example, a time of day or a version
             continue
         return text if address.is_loopback or address.is_unspecified else label + _REDACTED
     return text

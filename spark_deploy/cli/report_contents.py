@@ -47,7 +47,7 @@ def host_report(
     state = data.status.service(service)
     release = data.status.release(state.active if state else None)
     engines = evidence.engines if evidence else ()
-    engine = next((e for e in engines if release and e.release == release.name), None)
+    engine = next((item for item in engines if release and item.release == release.name), None)
     findings = check_survey(plan.preflight, survey)
     jobs = data.status.report.jobs if data.status.report else ()
     report = HostReport(
@@ -144,7 +144,7 @@ def _serving(
     events = status.report.events.get(service, ()) if status.report else ()
     full = proof.last_full if proof else None
     bench = (proof.bench if proof else None) or {}
-    medians = {k: v.get("median") for k, v in bench.items() if isinstance(v, dict)}
+    medians = {key: value.get("median") for key, value in bench.items() if isinstance(value, dict)}
     tokens = memory.counted_tokens(plan.release.check.max_model_len)
     return Serving(
         model=release.model,
@@ -187,36 +187,45 @@ Verdict = tuple[str, bool | None, str]  # question; answer, or None if open; evi
 
 def with_answers(host: HostReport) -> HostReport:
     """Add an answer to each open question; unless the host is a Spark, all answers are "open"."""
-    found = [*_host_verdicts(host)]
+    verdicts = list(_host_verdicts(host))
     if host.serving:
-        found += _deployment_verdicts(host, host.serving)
-        found += _check_verdicts(host.serving)
-        found += _engine_verdicts(host.serving)
-    answers = {name: (verdict, text) for name, verdict, text in found}
-    result, gpu, caveat = [], host.versions.get("gpu", ""), ""
+        verdicts += _deployment_verdicts(host, host.serving)
+        verdicts += _check_verdicts(host.serving)
+        verdicts += _engine_verdicts(host.serving)
+    by_question = {question: (is_yes, evidence) for question, is_yes, evidence in verdicts}
+    caveat, gpu = "", host.versions.get("gpu", "")
     if host.stand_ins:
         caveat = "stand-ins; "
     elif gpu not in ("", GB10):
         caveat = f"not a Spark: {gpu}; "
-    for name in QUESTION_IDS:
-        verdict, text = answers.get(name, (None, "nothing is running"))
-        result.append(Answer(name, "open" if caveat else _STATES[verdict], caveat + text))
-    return replace(host, answers=tuple(result))
+    answers = []
+    for question in QUESTION_IDS:
+        is_yes, evidence = by_question.get(question, (None, "nothing is running"))
+        state = "open" if caveat else _STATES[is_yes]
+        answers.append(Answer(question, state, caveat + evidence))
+    return replace(host, answers=tuple(answers))
 
 
 def _host_verdicts(host: HostReport) -> Iterator[Verdict]:
     for name, kind in (("fetched", FETCH_JOB), ("built", CHECKPOINT_JOB)):
         jobs = [job for job in host.jobs if job.kind == kind]
         finished = [job for job in jobs if job.state == "done"]
-        seconds = sum(job.elapsed_s or 0 for job in finished)
-        text = f"{len(finished)} of {len(jobs)} done" + (f", {seconds} s" if seconds else "")
-        yield (name, len(finished) == len(jobs), text) if jobs else (name, None, "no such job")
-    options, docker = " ".join(host.gpu_container), host.versions.get("docker", "")
-    text = f"docker {docker}, {options}" if options else "no container was tested"
-    yield "gpu-container", True if options else None, text
+        if not jobs:
+            yield name, None, "no such job"
+            continue
+        text = f"{len(finished)} of {len(jobs)} done"
+        if seconds := sum(job.elapsed_s or 0 for job in finished):
+            text += f", {seconds} s"
+        yield name, len(finished) == len(jobs), text
+    if options := " ".join(host.gpu_container):
+        yield "gpu-container", True, f"docker {host.versions.get('docker', '')}, {options}"
+    else:
+        yield "gpu-container", None, "no container was tested"
     faults = host.kernel_log.get("xid")
-    text = "the kernel log was not read" if faults is None else f"{faults} Xid lines since boot"
-    yield "driver-trouble", None if faults is None else faults == 0, text
+    if faults is None:
+        yield "driver-trouble", None, "the kernel log was not read"
+    else:
+        yield "driver-trouble", faults == 0, f"{faults} Xid lines since boot"
 
 
 def _deployment_verdicts(host: HostReport, serving: Serving) -> Iterator[Verdict]:
@@ -224,7 +233,8 @@ def _deployment_verdicts(host: HostReport, serving: Serving) -> Iterator[Verdict
     served = f"{serving.model} with {serving.profile}"
     yield "deployed", proven, f"{served}, {serving.level} check"
     text = f"warnings: {', '.join(host.warnings) or 'none'}"
-    text = f"rejected because of {', '.join(host.refusals)}" if host.refusals else text
+    if host.refusals:
+        text = f"rejected because of {', '.join(host.refusals)}"
     yield "preflight", (not host.refusals) if proven else None, text
     text = "queried as `@local`" if host.local else "not queried as `@local`"
     yield "local", proven if host.local else None, text
@@ -242,11 +252,13 @@ def _deployment_verdicts(host: HostReport, serving: Serving) -> Iterator[Verdict
 
 def _check_verdicts(serving: Serving) -> Iterator[Verdict]:
     checks = {check.name: check for check in serving.checks}
-    loaded = None if serving.portable else checks.get(names.LOG_LINES)
+    log_lines = None if serving.portable else checks.get(names.LOG_LINES)
     text = "portable mode" if serving.portable else "log lines were not checked"
-    if loaded:
-        text = "every required log line is present" if loaded.ok else "a required line is missing"
-    yield "loaded", loaded.ok if loaded else None, text
+    if log_lines:
+        text = (
+            "every required log line is present" if log_lines.ok else "a required line is missing"
+        )
+    yield "loaded", log_lines.ok if log_lines else None, text
     required = [check for check in serving.checks if check.severity == "must"]
     failed = [check.name for check in required if not check.ok]
     if serving.portable:

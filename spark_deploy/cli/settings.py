@@ -30,7 +30,7 @@ from spark_deploy.config.settings.load import HostSettings, with_overrides
 from spark_deploy.inventory.clusters import unknown_host_problems, with_replica_addresses
 from spark_deploy.inventory.groups import check_conflicts, vars_root
 
-_KEY = re.compile(r"( *)([a-z_0-9]+):")
+_KEY = re.compile(r"(?P<indent> *)(?P<key>[a-z_0-9]+):")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +46,13 @@ class Edit:
 @click.option("--dry", is_flag=True, help="Show the changes without making them.")
 @shared_options(metavar="KEY=VALUE... [HOST]...")
 def set_(options: Options, assignments: Sequence[str]) -> int:
-    texts = {key: text for key, _, text in (word.partition("=") for word in assignments)}
+    texts = dict(assignment.split("=", 1) for assignment in assignments)
     if not texts:
         fix = "add a value, for example `set serve.port=8001`"
         raise SparkError.single("set", "no KEY=VALUE given", fix)
     selected = select_hosts(options, must_serve=False)
     all_hosts = select_hosts(replace(options, limit=[], exclude=[]), must_serve=False)
-    values = {key: _parse(text) for key, text in texts.items()}
+    values = {key: _parse_yaml(text) for key, text in texts.items()}
     edits = write_values(selected, all_hosts, values, dry=options.dry, label="set")
     print_edits(options, edits, [host.name for host in selected])
     return 0
@@ -77,7 +77,7 @@ def edit_line(edit: Edit) -> str:
     return f"{edit.file}: {edit.key}: {before}{edit.after} ({', '.join(edit.hosts)})"
 
 
-def _parse(text: str) -> Any:
+def _parse_yaml(text: str) -> Any:
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError:
@@ -94,7 +94,7 @@ def write_values(
 ) -> list[Edit]:
     """Write values for dotted keys into the files that set these keys; return the edits.
 
-    Rejects values that the hosts could not serve. ``label`` is the command in error messages.
+    Raises SettingsError if a host could not serve the values; its message begins with ``label``.
     """
     selected_names = {host.name for host in selected}
     _check(all_hosts, selected_names, values, label)
@@ -118,7 +118,7 @@ def remove_entry(root: Path, key: str, entry: str, *, dry: bool) -> list[Path]:
     """Remove an entry of a mapping from every settings file; return the changed files."""
     changed = []
     for file in sorted(root.glob("*_vars/*.yml")):
-        for entries in _lookup(_read(file), key):
+        for entries in _lookup(_read(file), key):  # none if the file does not set the key
             if entry in (entries or ()):
                 rest = {name: value for name, value in entries.items() if name != entry}
                 _write(file, {key: _to_yaml(rest)}, root, dry=dry)
@@ -150,9 +150,9 @@ def _file_to_edit(
 ) -> Path:
     """Return the file that sets the key, or the host's own file if other hosts share that file."""
     files = host_file, group_file, common_file = _settings_files(host)
-    section = key.partition(".")[0]
-    setting_key = (file for name in (key, section) for file in files if _lookup(_read(file), name))
-    file = next(setting_key, common_file if common_file.exists() else group_file)
+    section, _, _ = key.partition(".")
+    matches = (file for name in (key, section) for file in files if _lookup(_read(file), name))
+    file = next(matches, common_file if common_file.exists() else group_file)
     is_shared = any(
         file in _settings_files(other.loaded) for other in all_hosts if other.name not in selected
     )
@@ -225,8 +225,8 @@ def _set_key(text: str, parts: list[str], value: str) -> str:
     """Replace the value of a key, or add the key to the innermost mapping that exists."""
     root: Any = yaml.compose(text)
     node, rest = root, list(parts)
-    while rest and (inside := _entries(node)) and rest[0] in inside:
-        node = inside[rest.pop(0)]
+    while rest and rest[0] in _entries(node):
+        node = _entries(node)[rest.pop(0)]
     if not rest or (node is not root and not _entries(node)):
         for part in reversed(rest):
             value = f"{{{part}: {value}}}"
@@ -293,11 +293,11 @@ def _changed_values(options: Options, key: str, defaults: Mapping[str, Any]) -> 
     except SettingsError:  # not in a folder of `init`
         return
     for file in sorted(root.glob("*_vars/*.yml")):
-        shown = file.relative_to(root).as_posix()
-        data, _ = read_mapping(file, label=shown)
+        label = file.relative_to(root).as_posix()
+        data, _ = read_mapping(file, label=label)
         for name, value in _leaves(data):
-            if key in name and value != defaults.get(name, ...):
-                yield f"# yours: {name}: {_to_yaml(value)} ({shown})"
+            if key in name and (name not in defaults or value != defaults[name]):
+                yield f"# yours: {name}: {_to_yaml(value)} ({label})"
 
 
 def _matching_lines(text: str, key: str) -> Iterator[str]:
@@ -309,7 +309,8 @@ def _matching_lines(text: str, key: str) -> Iterator[str]:
         if not match:
             above = [*above, line] if line else []
             continue
-        path = [*path[: len(match[1]) // 2], match[2]]
+        depth = len(match["indent"]) // 2
+        path = [*path[:depth], match["key"]]
         if key in ".".join(path):
             yield from (*above, line)
             above = []
@@ -330,10 +331,9 @@ def _matching_lines(text: str, key: str) -> Iterator[str]:
 def use(options: Options, choice: str) -> int:
     edits, hosts = apply_choice(options, choice)
     print_edits(options, edits, hosts)
-    overrides = _overrides(options) if edits else {}
-    if overrides:
+    if edits and (overrides := _overrides(options)):
         values = ", ".join(f"{key}: {value}" for key, value in overrides.items())
-        unset = [f"{key}={{}}" if value.startswith("{") else f"{key}=null"
+        unset = [f"{key}={'{}' if value.startswith('{') else 'null'}"
                  for key, value in overrides.items()]  # fmt: skip
         note(f"these settings still override the profile: {values}")
         note(f"  to remove them, run `{next_command(options, 'set', *unset)}`")
@@ -363,23 +363,23 @@ def apply_choice(options: Options, choice: str) -> tuple[list[Edit], list[str]]:
 
 
 def _choose_profile(model: str, hosts: list[Target]) -> dict[str, str]:
-    """Return another profile if the current profile cannot serve the model, or is `plain`.
+    """Return the best profile for the model if a host's current profile should not be kept.
 
-    The model may have better profiles than `plain`.
+    That is a profile that cannot serve the model, or `plain`, which was set for another model.
     """
-    catalog, ranks = hosts[0].catalog, hosts[0].settings.ranks
-    by_count = (find_fitting_profiles(model, catalog, count) for count in (ranks, *HOST_COUNTS))
+    counts = (hosts[0].settings.ranks, *HOST_COUNTS)
+    by_count = (find_fitting_profiles(model, hosts[0].catalog, count) for count in counts)
     fitting = next(filter(None, by_count), [])
     current = {(host.settings.model, host.settings.profile) for host in hosts}
-    profiles = ", ".join(sorted({profile for _, profile in current}))
+    profiles = sorted({profile for _, profile in current})
     is_unfit = any(
         profile not in fitting or (profile == PLAIN_PROFILE and current_model != model)
         for current_model, profile in current
     )
     if fitting and is_unfit:
-        note(f"{'kept' if fitting[0] == profiles else 'chose'} profile {fitting[0]}")
+        note(f"{'kept' if profiles == fitting[:1] else 'chose'} profile {fitting[0]}")
         return {"profile": fitting[0]}
-    note(f"kept profile {profiles}")
+    note(f"kept profile {', '.join(profiles)}")
     return {}
 
 

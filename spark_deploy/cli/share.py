@@ -5,7 +5,7 @@ The file contains only catalog data; values that look like secrets are rejected.
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
@@ -27,13 +27,7 @@ from spark_deploy.cli.console import (
     print_result,
     shared_options,
 )
-from spark_deploy.cli.hosts import (
-    Target,
-    build_plan,
-    query_or_note,
-    read_status,
-    select_hosts,
-)
+from spark_deploy.cli.hosts import Target, build_plan, query_or_note, read_status, select_hosts
 from spark_deploy.cli.models import write_files
 from spark_deploy.config.catalog.load import read_file
 from spark_deploy.config.documents import CLOSED, convert, schema_of, to_yaml_data
@@ -128,7 +122,7 @@ def share(options: Options, choice: str, out: str | None, unasked: bool) -> int:
 
 
 def _parse_choice(choice: str, host: Target) -> tuple[str, str]:
-    """Return model and profile, by default the profile with which the host serves the model."""
+    """Return model and profile; the default is the profile with which the host serves the model."""
     model, _, profile = choice.partition("/")
     settings = host.settings
     for served in settings.all_models:
@@ -143,10 +137,9 @@ def _make_shared(host: Target, plan: HostPlan, proof: Proof | None) -> Shared:
     if plan.checkpoint and plan.checkpoint.donor:
         locked.append(plan.checkpoint.donor)
     image, _, digest = plan.image.base.partition("@")
-    summary = (
-        None
-        if proof is None
-        else Summary(
+    summary = None
+    if proof:
+        summary = Summary(
             level=proof.level,
             ok=proof.ok,
             checked_at=proof.checked_at,
@@ -155,7 +148,6 @@ def _make_shared(host: Target, plan: HostPlan, proof: Proof | None) -> Shared:
             stubbed=proof.stubbed,
             checks={check.name: check.ok for check in proof.checks},
         )
-    )
     return Shared(
         shared=1,
         name=plan.model,
@@ -215,9 +207,9 @@ def read_shared(data: Mapping[str, Any], source: str) -> Shared:
 
 
 def install(shared: Shared, host: Target, *, force: bool) -> tuple[list[Path], list[str]]:
-    """Write a shared model, profile and lock; return the files and open questions.
+    """Write a shared model and profile, and lock their commits; return files and open questions.
 
-    Before any change, raises SparkError for invalid content or different files on the hub.
+    Raises SparkError, before any change, if the content is invalid or the hub lacks a commit.
     """
     root = host.loaded.root
     if unlisted := [*_unlisted(shared.model), *_unlisted(shared.profile)]:
@@ -249,17 +241,18 @@ def install(shared: Shared, host: Target, *, force: bool) -> tuple[list[Path], l
 
 
 def _unlisted(value: Any) -> Iterator[str]:
-    """Yield unlisted engine options and variables at any depth in a catalog file."""
+    """Yield engine options and variables that are not on the allowlist, at any depth."""
     if isinstance(value, Mapping):
-        options, environment = (
-            {str(name): item for name, item in part.items()} if isinstance(part, Mapping) else {}
-            for part in (value.get("options"), value.get("environment"))
-        )
-        texts = {name: str(item) for name, item in environment.items()}
-        yield from allowed.find_unlisted(canonical_options(options), texts)
+        options = {str(name): item for name, item in _items(value.get("options"))}
+        environment = {str(name): str(item) for name, item in _items(value.get("environment"))}
+        yield from allowed.find_unlisted(canonical_options(options), environment)
         value = list(value.values())
     for item in value if isinstance(value, list) else ():
         yield from _unlisted(item)
+
+
+def _items(value: Any) -> Iterable[tuple[Any, Any]]:
+    return value.items() if isinstance(value, Mapping) else ()
 
 
 def _locked_sources(shared: Shared, host: Target) -> Iterator[LockedSource]:
@@ -274,9 +267,8 @@ def _locked_sources(shared: Shared, host: Target) -> Iterator[LockedSource]:
     for repo, source in shared.sources.items():
         if repo not in names:
             problem = f"neither {shared.name} nor {shared.profile_name} uses this repository"
-            raise LockError.single(
-                repo, problem, "remove the repository from `sources` in the file"
-            )
+            fix = "remove the repository from `sources` in the file"
+            raise LockError.single(repo, problem, fix)
         existing = lock.sources.get(repo)
         if existing is not None and existing.commit != source.commit:
             problem = f"is locked at {existing.commit[:12]}, but the file has {source.commit[:12]}"
@@ -298,13 +290,13 @@ def _open_questions(shared: Shared, host: Target) -> Iterator[str]:
     token = read_hub_token(settings.hub)
     for repo, source in shared.sources.items():
         try:
-            now = hub.look_up_repo(settings.hub.endpoint, repo, source.revision, token).commit
+            current = hub.look_up_repo(settings.hub.endpoint, repo, source.revision, token).commit
         except LockError as error:
             yield error.problems[0].line
             continue
-        if now != source.commit:
+        if current != source.commit:
             yield (
-                f"{repo}: {source.revision} is now {now[:12]}, "
+                f"{repo}: {source.revision} is now {current[:12]}, "
                 f"but the file has {source.commit[:12]}"
             )
     proof = shared.proof

@@ -44,7 +44,7 @@ from spark_deploy.plan.types import HostPlan
 @click.option("-v", "--verbose", is_flag=True, help="Print all details.")
 @shared_options(plans=True)
 def status(options: Options, files: bool, planned: bool) -> int:
-    """Return 1 unless every host serves its planned releases and they are proven."""
+    """Return 1 unless every host serves its planned releases and their checks are current."""
     if files:
         return _planned_files(options) if planned else _managed_files(options)
     if planned:
@@ -55,8 +55,9 @@ def status(options: Options, files: bool, planned: bool) -> int:
         host_status = read_status(host, target)
         report = host_status.report if host_status else None
         services = report.services if report else {}
-        if active := tuple(name for name, service in services.items() if service.active):
-            counts[target.name] = host.get_fact(Requests, services=active)
+        active_services = tuple(name for name, service in services.items() if service.active)
+        if active_services:
+            counts[target.name] = host.get_fact(Requests, services=active_services)
         return host_status
 
     hosts = []
@@ -100,11 +101,12 @@ def _resource_lines(answer: Answer[UninstallManifest]) -> Iterator[str]:
         yield f"{name}: {answer.problem}"
         return
     total = gigabytes(sum(item.size_bytes for item in resources.items))
-    baseline = f"at {resources.baseline_at}" if resources.baseline_at else "never"
-    summary = (
-        f"{len(resources.items)} resources, {total}; state before the first deploy: {baseline}"
-    )
-    yield f"{name}: {summary if resources.items else 'no managed resources'}"
+    recorded = f"recorded at {resources.baseline_at}" if resources.baseline_at else "not recorded"
+    summary = "no managed resources"
+    if resources.items:
+        summary = f"{len(resources.items)} resources, {total}"
+        summary += f"; state before the first deploy: {recorded}"
+    yield f"{name}: {summary}"
     for item in resources.items:
         size = gigabytes(item.size_bytes) if item.size_bytes else ""
         reason = f"  ({item.kept_because})" if item.kept_because else ""
@@ -154,9 +156,10 @@ def _build_plan(host: Target) -> tuple[HostPlan | None, str]:
 def _services(plan: HostPlan | None, host_status: HostStatus) -> list[dict[str, Any]]:
     releases = [service.release for service in plan.services] if plan else []
     planned = {release.service: release.name for release in releases}
+    on_host = host_status.report.services if host_status.report else {}
     running = {
         name: service.active
-        for name, service in (host_status.report.services if host_status.report else {}).items()
+        for name, service in on_host.items()
         if name != MAIN_SERVICE and (service.active or service.enabled or name in planned)
     }
     services = []
@@ -180,7 +183,8 @@ def _services(plan: HostPlan | None, host_status: HostStatus) -> list[dict[str, 
 
 def _serving(host_status: HostStatus, active: str | None) -> dict[str, Any]:
     """Return a service's release, and whether the result of its check is current."""
-    release, proof = host_status.release(active), {}
+    release = host_status.release(active)
+    proof = {}
     if release:
         current = {"current": release.unproven is None, "why": release.unproven}
         proof = {**(to_plain(release.proof) or {}), **current, "speed": list(release.speed)}
@@ -199,10 +203,11 @@ def host_fields(host_status: HostStatus) -> dict[str, Any]:
     data = to_plain(host_status.report) or {}
     service = host_status.service(MAIN_SERVICE)
     active = service.active if service else None
-    release, rolled_back = host_status.release(active), None
+    release = host_status.release(active)
+    rolled_back = None
     if service and (back := service.rolled_back):
-        source = _release_name(host_status, back.from_release, None)
-        rolled_back = {"from": back.from_release, "from_pair": source, "to": back.to, "at": back.at}
+        name = _release_name(host_status, back.from_release, None)
+        rolled_back = {"from": back.from_release, "from_pair": name, "to": back.to, "at": back.at}
     return {
         **_serving(host_status, active),
         "restarts": release.restarts if release else None,
@@ -258,8 +263,10 @@ def status_lines(host: Mapping[str, Any]) -> Iterator[str]:
         yield f"{host['host']}: not set up yet"
     else:
         yield f"{host['host']}: {_release_text(host)}"
-        planned = f" (planned: {host['planned_pair']})" if host["drift"] and host["planned"] else ""
-        yield _row("plan", f"{host['drift'] or 'as planned'}{planned}")
+        drift = host["drift"] or "as planned"
+        if host["drift"] and host["planned"]:
+            drift += f" (planned: {host['planned_pair']})"
+        yield _row("plan", drift)
         if host["rollout"]:
             yield _row("rollout", host["rollout"]["text"].removeprefix("rollout "))
         yield from _details(host)
@@ -342,10 +349,9 @@ def _notice_lines(host: Mapping[str, Any]) -> Iterator[str]:
     if back := host["rolled_back"]:
         yield _row("back", f"rolled back manually from {back['from_pair']} at {back['at']}")
     for entry in host["ready"]:
-        missing = ", ".join(entry["missing"])
-        state = (
-            f"not ready: {missing}" if missing else "ready; a rollout needs no download or build"
-        )
+        state = "ready; a rollout needs no download or build"
+        if entry["missing"]:
+            state = f"not ready: {', '.join(entry['missing'])}"
         yield _row("ready", f"{entry['model']} with {entry['profile']}: {state}")
 
 

@@ -243,7 +243,7 @@ def test_only_results_from_a_spark_can_be_submitted(
     served = replace(result().served, versions=versions, portable=portable)
     measured = result(cells=(), loads=(LOAD,), vllm="0.32.0", served=served)
     target = cast(Target, SimpleNamespace(name="spark-1"))
-    bench._submit(target, RELEASE, measured, tmp_path / "a", tmp_path / "raw")
+    bench._write_submission_folder(target, RELEASE, measured, tmp_path / "a", tmp_path / "raw")
     err = capsys.readouterr().err
     assert (tmp_path / "a.submission").exists() == (not reason)
     assert (f"cannot write a submission folder. {reason}" in err) == bool(reason)
