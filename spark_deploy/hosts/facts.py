@@ -101,29 +101,31 @@ def parse_sections(output: Iterable[str]) -> Sections:
 def build_script(*parts: str, parallel: Sequence[str] = ()) -> str:
     """Join snippets into a script that prints English, never fails and marks its end.
 
-    ``parallel`` snippets run in order while the others run; their output comes last.
+    The ``parallel`` snippets run one after another while ``parts`` run; their output comes last.
     """
-    lines = ["LC_ALL=C; export LC_ALL", *(part.strip() for part in parts)]
+    english = "LC_ALL=C; export LC_ALL"
+    main = [part.strip() for part in parts]
     end = f"echo '{MARKER}end'"
-    if parallel:
-        # The output of the last part comes last, so its end marks the end of all output.
-        others = (part.strip() for part in parallel)
-        lines = [lines[0], "{", *others, end, "} | {", *lines[1:], "cat", "}"]
-        end = ":"
-    return "\n".join([*lines, f"{end}; exit 0"])
+    if not parallel:
+        return "\n".join([english, *main, f"{end}; exit 0"])
+    # `cat` prints the parallel output last, so its end marks the end of all output.
+    background = [part.strip() for part in parallel]
+    return "\n".join([english, "{", *background, end, "} | {", *main, "cat", "}", ":; exit 0"])
 
 
 def as_root(script: str) -> str:
-    """Wrap a script to run as root if sudo needs no password; section ``sudo`` shows the result.
+    """Wrap a script so that it runs as root if sudo needs no password.
 
-    Run it without pyinfra's sudo, which would stop at a password prompt.
+    Section ``sudo`` of the output says whether it ran as root. Run the result without pyinfra's
+    sudo, which would stop at a password prompt.
     """
-    # A separate test of sudo would cost another PAM session. -k: ignore a recently typed password.
-    quoted, with_sudo = shlex.quote(script), shlex.quote(f"echo yes\n{script}")
+    # -k: ignore a recently typed password. A separate test of sudo would cost another PAM session.
+    quoted = shlex.quote(script)
+    quoted_with_report = shlex.quote(f"echo yes\n{script}")
     return (
         "exec 2>/dev/null; echo '== sudo'; "
         f'if [ "$(id -u)" = 0 ]; then echo root; sh -c {quoted}; '
-        f"elif sudo -k -n sh -c {with_sudo} || sudo -k -n true; then :; "
+        f"elif sudo -k -n sh -c {quoted_with_report} || sudo -k -n true; then :; "
         f"else echo no; id -un; sh -c {quoted}; fi; exit 0"
     )
 
@@ -158,19 +160,19 @@ class FileStates(HostFact[dict[str, FileState]]):
         )
 
     def process(self, output: Iterable[str]) -> dict[str, FileState]:
-        modes: dict[str, tuple[int, str]] = {}
+        modes_and_owners: dict[str, tuple[int, str]] = {}
         hashes: dict[str, str] = {}
         for line in output:
             if line.startswith("stat "):
-                kind, mode, owner, path = line[5:].split("|", 3)
+                kind, mode, owner, path = line.removeprefix("stat ").split("|", 3)
                 if kind.startswith("regular"):
-                    modes[path] = (int(mode, 8), owner)
-            elif "  " in line:
+                    modes_and_owners[path] = (int(mode, 8), owner)
+            elif "  " in line:  # from sha256sum
                 digest, path = line.split("  ", 1)
                 hashes[path] = digest
         return {
             path: FileState(mode, owner, hashes[path])
-            for path, (mode, owner) in modes.items()
+            for path, (mode, owner) in modes_and_owners.items()
             if path in hashes
         }
 
@@ -182,7 +184,7 @@ _MANAGED_UNITS = re.compile(
 
 
 def container_id(cgroup: str) -> str:
-    """Return the container's id in the path of a cgroup (v1 or v2); "" if there is none."""
+    """Return the id of the container that a cgroup (v1 or v2) belongs to; "" if there is none."""
     match = re.search(SHA256, cgroup)
     return match[0] if match else ""
 
@@ -222,7 +224,7 @@ def read_fact(fact: type[FactBase[T]], **arguments: Any) -> T:
     cache = _cache.setdefault(current, {})
     key = (fact, _arguments_key(arguments))
     cached = cache.get((state.current_stage, *key))
-    if cached is None:
+    if cached is None:  # use a recent value from an earlier stage
         oldest_s = time.monotonic() - MAX_AGE_S
         for stage in (_PREFETCHED, StateStage.Prepare):
             candidate = cache.get((stage, *key))
@@ -281,32 +283,33 @@ def commands_executed(target: Host) -> int:
 
 # Roles declare their facts first; `prefetch` reads them in parallel over one connection.
 _PARALLEL = 8  # sshd's default allows ten sessions per connection
-_Arguments = Callable[[], Mapping[str, Any]]
-_expected: WeakKeyDictionary[Host, dict[type[FactBase[Any]], tuple[_Arguments, bool]]] = (
+_GetArguments = Callable[[], Mapping[str, Any]]
+_expected: WeakKeyDictionary[Host, dict[type[FactBase[Any]], tuple[_GetArguments, bool]]] = (
     WeakKeyDictionary()
 )
 
 
 def expect_fact(
-    fact: type[FactBase[Any]], arguments: _Arguments = dict, *, slow: bool = False
+    fact: type[FactBase[Any]], get_arguments: _GetArguments = dict, *, slow: bool = False
 ) -> None:
-    """Declare a fact to prefetch; ``arguments`` is called just before it is read.
+    """Declare a fact to prefetch; ``get_arguments`` is called just before the fact is read.
 
-    ``slow`` facts run in a separate command.
+    A ``slow`` fact is read with its own command; all others share one.
     """
-    _expected.setdefault(current_host(), {})[fact] = (arguments, slow)
+    _expected.setdefault(current_host(), {})[fact] = (get_arguments, slow)
 
 
 def prefetch() -> None:
-    """Read the declared facts in the execute stage; operations read failed facts again."""
+    """Read the declared facts in the execute stage; operations retry facts that cannot be read."""
     if not state.is_executing:
         return
     current = current_host()
     expected = _expected.pop(current, {})
-    shared = [(fact, arguments) for fact, (arguments, slow) in expected.items() if not slow]
-    groups = [[(fact, arguments)] for fact, (arguments, slow) in expected.items() if slow]
+    groups = [[(fact, get)] for fact, (get, slow) in expected.items() if slow]
+    if shared := [(fact, get) for fact, (get, slow) in expected.items() if not slow]:
+        groups.append(shared)
     pool = Pool(_PARALLEL)
-    for group in (*groups, *([shared] if shared else ())):
+    for group in groups:
         pool.spawn(_fetch, current, group)
     try:
         pool.join()
@@ -314,17 +317,17 @@ def prefetch() -> None:
         pool.kill(block=False)
 
 
-def _fetch(current: Host, group: Sequence[tuple[type[FactBase[Any]], _Arguments]]) -> None:
+def _fetch(target: Host, group: Sequence[tuple[type[FactBase[Any]], _GetArguments]]) -> None:
     """Read several facts with a single script, and cache their values."""
     separator = secrets.token_hex()
-    pending = [(fact, arguments()) for fact, arguments in group]
+    pending = [(fact, get_arguments()) for fact, get_arguments in group]
     script = "\n".join(
         f"(\n{fact().command(**arguments)}\n); printf '\\n{separator} %s\\n' $?"
         for fact, arguments in pending
     )
     output: list[str] = []
     try:
-        for line in run(current, script):
+        for line in run(target, script):
             if not line.startswith(separator):
                 output.append(line)
                 continue
@@ -333,9 +336,9 @@ def _fetch(current: Host, group: Sequence[tuple[type[FactBase[Any]], _Arguments]
                 output.pop()
             if line == f"{separator} 0":
                 value = fact().process(output) if output else fact.default()
-                cached = _CachedValue(commands_executed(current), time.monotonic(), value)
+                cached = _CachedValue(commands_executed(target), time.monotonic(), value)
                 key = (_PREFETCHED, fact, _arguments_key(arguments))
-                _cache.setdefault(current, {})[key] = cached
+                _cache.setdefault(target, {})[key] = cached
             output = []
     except Exception:  # the operation reads the fact again and reports the failure
         return

@@ -59,7 +59,8 @@ def describe_serving(name: str, status: HostStatus, service: str = MAIN_SERVICE)
     state = status.service(service)
     if state is None:
         return ""
-    active = status.release(state.active if state.traffic_open or state.head else None)
+    receives_requests = state.traffic_open or state.head
+    active = status.release(state.active) if receives_requests else None
     if active is None:
         return f"{name} serves nothing"
     return f"{name} still serves {active.model} with {active.profile}"
@@ -88,7 +89,7 @@ def describe_rollout_failure(
 
 
 def _describe_outcome(release: str, rollout: Rollout, subject: str) -> str:
-    if not rollout.ended_at:  # it was interrupted or has not started
+    if not rollout.ended_at:  # it may not even have started
         return f"the rollout of {subject} was interrupted"
     if rollout.serving == release:
         return "the check of this release failed"
@@ -96,7 +97,7 @@ def _describe_outcome(release: str, rollout: Rollout, subject: str) -> str:
 
 
 def _shorten_reason(reason: str) -> str:
-    """Shorten a reason for the headline: omit the check's name and the text of a wrong answer."""
+    """Shorten a reason for the headline, without the check's name and the text of wrong answers."""
     cause = re.sub(r"^check [\w ]+: ", "", reason)
     cause = re.sub(r"(wrong answer to (['\"]).*?\2): .*", r"\1", cause)
     return textwrap.shorten(cause, _HEADLINE_LENGTH, placeholder=" …")

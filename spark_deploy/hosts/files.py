@@ -33,7 +33,7 @@ def file_states(paths: Sequence[str]) -> dict[str, FileState]:
 
 
 def place_files(files: Sequence[ManagedFile]) -> Generator[StringCommand, None, bool]:
-    """Yield a command that writes missing and different files; return whether there are any.
+    """Yield a command that writes missing and outdated files; return whether there were any.
 
     Use ``yield from``, because operations cannot call each other.
     """
@@ -47,7 +47,7 @@ def place_files(files: Sequence[ManagedFile]) -> Generator[StringCommand, None, 
 
 
 def remove_files(paths: Sequence[str]) -> Generator[StringCommand, None, bool]:
-    """Yield a command that removes existing files; return whether there are any."""
+    """Yield a command that removes the files that exist; return whether any existed."""
     present = list(file_states(paths))
     if present:
         yield StringCommand("rm", "-f", "--", *map(shlex.quote, present))
@@ -66,12 +66,12 @@ def describe_changes(paths: Sequence[str], present: Container[str]) -> str:
     new = [path for path in paths if path not in present]
     changed = [path for path in paths if path in present]
     parts = []
-    for kind, names in (("new", new), ("changed", changed)):
-        if names:
-            hidden = len(names) - _MAX_NAMES
+    for kind, group in (("new", new), ("changed", changed)):
+        if group:
+            hidden = len(group) - _MAX_NAMES
             more = f" and {hidden} more" if hidden > 0 else ""
-            files = "file" if len(names) == 1 else "files"
-            parts.append(f"{len(names)} {files} {kind}: {', '.join(names[:_MAX_NAMES])}{more}")
+            count = "1 file" if len(group) == 1 else f"{len(group)} files"
+            parts.append(f"{count} {kind}: {', '.join(group[:_MAX_NAMES])}{more}")
     return "; ".join(parts)
 
 
@@ -82,7 +82,7 @@ def write_command(files: Sequence[ManagedFile]) -> StringCommand:
 def pack_files(files: Iterable[ManagedFile]) -> str:
     """Return a base64-encoded tar archive of the contents, for standard input.
 
-    Members are numbered, so that a crafted path cannot make ``tar`` write elsewhere.
+    Members are named by number, so that a crafted path cannot make ``tar`` write elsewhere.
     """
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=6) as tar:
@@ -118,12 +118,13 @@ def unpack_script(files: Iterable[ManagedFile]) -> str:
 
 def encode_lines(content: bytes) -> str:
     """Return base64 in lines of 60 kB, for standard input."""
-    chunks = (content[start : start + 45_000] for start in range(0, len(content), 45_000))
+    step = 45_000  # bytes; base64 adds a third
+    chunks = (content[start : start + step] for start in range(0, len(content), step))
     return "".join(f"{base64.b64encode(chunk).decode()}\n" for chunk in chunks)
 
 
 def unzip_script(home: str, sha256: str, receipt: str) -> str:
-    """Return the script that unpacks a zip, encoded by ``encode_lines``, from stdin into ``home``.
+    """Return a script that unpacks a zip into ``home``; stdin is the output of ``encode_lines``.
 
     It verifies the zip in a directory that only root can read, not in ``/tmp``, where pyinfra would
     upload it under a predictable name.

@@ -55,11 +55,12 @@ class Gateways(HostFact[tuple[Gateway, ...]]):
         return f"cat {GATEWAY_DIR}/*.json 2>/dev/null; true"
 
     def process(self, output: Iterable[str]) -> tuple[Gateway, ...]:
-        documents, gateways = "\n".join(output).strip(), []
-        while documents:
-            data, end = json.JSONDecoder().raw_decode(documents)
+        gateways = []
+        remaining = "\n".join(output).strip()
+        while remaining:
+            data, end = json.JSONDecoder().raw_decode(remaining)
             gateways.append(read(Gateway, data))
-            documents = documents[end:].lstrip()
+            remaining = remaining[end:].lstrip()
         return tuple(gateways)
 
 
@@ -111,7 +112,8 @@ def configure_gateway(plan: GatewayPlan) -> Commands:
 def replace_key(plan: GatewayPlan) -> Commands:
     """Replace the key generated on the host; the old key is rejected at once."""
     if plan.key.kind != "generate":
-        message = f"the key comes from the controller ({plan.key.kind} {plan.key.value[0]})"
+        source = f"{plan.key.kind} {plan.key.value[0]}"  # such as "env API_KEY"
+        message = f"the key comes from the controller ({source})"
         fail(f"{host.name}: serve.api_key", message, "change the key there, then run deploy.py")
     if not read_fact(Status).service(plan.settings.service):
         message = "no key exists, because no release has been deployed on this host yet"
@@ -121,12 +123,11 @@ def replace_key(plan: GatewayPlan) -> Commands:
 
 @host_operation
 def set_named_keys(keys: dict[str, NamedKey] | None) -> Commands:
-    changed = yield from place_files(
-        [
-            ManagedFile(gateway.path, to_json(replace(gateway, keys=keys)).encode())
-            for gateway in read_fact(Gateways)
-        ]
-    )
+    files = [
+        ManagedFile(gateway.path, to_json(replace(gateway, keys=keys)).encode())
+        for gateway in read_fact(Gateways)
+    ]
+    changed = yield from place_files(files)
     report = read_fact(Status).report
     for name, service in (report.services if report else {}).items():
         if service.gateway.active == "active" and (changed or service.gateway.difference):
@@ -157,7 +158,8 @@ def _secret_files(plan: GatewayPlan) -> list[ManagedFile]:
     if plan.key.kind != "generate":
         key = read_secret(plan.key, setting="serve.api_key")
         if not _VALID_KEY.fullmatch(key):
-            message = f"invalid key in {plan.key.kind} {plan.key.value[0]}"
+            source = f"{plan.key.kind} {plan.key.value[0]}"  # such as "env API_KEY"
+            message = f"invalid key in {source}"
             fix = "use 16 to 512 letters, digits or . _ ~ + / = -"
             raise SettingsError.single("serve.api_key", message, fix)
         files.append(ManagedFile(plan.settings.key_path, f"{key}\n".encode(), 0o600))
@@ -196,7 +198,7 @@ def _renew_certificate(
     if host.state.is_executing:
         yield from place_files(_tls_files(plan, issue_certificate(names, ca_dir)))
     else:
-        yield StringCommand("true")  # predicting must not create a CA
+        yield StringCommand("true")  # a dry run must not create a CA
     return True
 
 

@@ -97,28 +97,29 @@ class GpuState:
 
 def parse_gpu(sections: facts.Sections) -> GpuState:
     smi = parse_smi(sections["smi"])
-    cgroups = dict([*line.split(maxsplit=1), ""][:2] for line in sections["compute-cgroups"])
+    pids_and_cgroups = (line.split(maxsplit=1) for line in sections["compute-cgroups"])
+    cgroup_by_pid = {pid: "".join(cgroup) for pid, *cgroup in pids_and_cgroups}
     apps = (line.partition(",") for line in sections["compute-apps"])
     try:
-        torn = json.loads(sections.text("torn"))
+        score = json.loads(sections.text("torn"))
     except ValueError:
-        torn = None
-    if not isinstance(torn, dict) or not isinstance(torn.get("torn"), (int, float)):
-        torn = {}
-    branches = (_DRIVER_PACKAGE.match(line) for line in sections["driver-packages"])
+        score = None
+    if not isinstance(score, dict) or not isinstance(score.get("torn"), (int, float)):
+        score = {}
+    packages = (_DRIVER_PACKAGE.match(line) for line in sections["driver-packages"])
     return GpuState(
         module_version=module_version(sections.text("module")),
         smi=smi.status,
         smi_error=smi.error,
         gpus=smi.gpus,
         compute_apps=tuple(
-            ComputeApp(int(pid), name.strip(), cgroups.get(pid.strip(), ""))
+            ComputeApp(int(pid), name.strip(), cgroup_by_pid.get(pid.strip(), ""))
             for pid, _, name in apps
             if pid.strip().isdigit()
         ),
-        torn_score=torn.get("torn"),
-        torn_name=str(torn.get("name", "")),
-        driver_branches=tuple(sorted({branch[1] for branch in branches if branch})),
+        torn_score=score.get("torn"),
+        torn_name=str(score.get("name", "")),
+        driver_branches=tuple(sorted({package[1] for package in packages if package})),
     )
 
 
@@ -133,13 +134,13 @@ def parse_smi(lines: Sequence[str]) -> SmiResult:
     if not lines:
         return SmiResult("missing")
     exit_status = lines[-1].removeprefix("rc=") if lines[-1].startswith("rc=") else "0"
-    lines = [line for line in lines if not line.startswith("rc=")]
-    text = "\n".join(lines).strip()
+    rows = [line for line in lines if not line.startswith("rc=")]
+    text = "\n".join(rows).strip()
     for message, status in _SMI_ERRORS:
         if message in text:
             return SmiResult(status, text)
     gpus = tuple(
-        Gpu(*(field.strip() for field in line.split(","))) for line in lines if line.count(",") == 1
+        Gpu(*(field.strip() for field in row.split(","))) for row in rows if row.count(",") == 1
     )
     if exit_status != "0" or not gpus:
         return SmiResult("error", text or f"exit status {exit_status}")
@@ -176,22 +177,23 @@ class CudaState(facts.HostFact[Cuda]):
 
     def process(self, output: list[str]) -> Cuda:
         sections = facts.parse_sections(output)
-        nvcc = (re.match(r"(\S+)/bin/nvcc (\d+\.\d+\S*)", line) for line in sections["nvcc"])
-        compilers = (Toolkit(*match.groups()) for match in nvcc if match)
+        matches = (re.match(r"(\S+)/bin/nvcc (\d+\.\d+\S*)", line) for line in sections["nvcc"])
+        compilers = (Toolkit(*match.groups()) for match in matches if match)
         toolkits = (*parse_version_json(sections["version-json"]), *compilers)
         return Cuda(toolkits, tuple(sections["known-urls"]))
 
 
 def parse_version_json(lines: Iterable[str]) -> list[Toolkit]:
-    files: dict[str, list[str]] = {}
-    content: list[str] = []
+    lines_by_path: dict[str, list[str]] = {}
+    path = ""
     for line in lines:
         if line.startswith("# "):
-            content = files[line[2:]] = []
-        else:
-            content.append(line)
+            path = line.removeprefix("# ")
+            lines_by_path[path] = []
+        elif path:
+            lines_by_path[path].append(line)
     toolkits = []
-    for path, content in files.items():
+    for path, content in lines_by_path.items():
         with suppress(ValueError, KeyError, TypeError):
             version = str(json.loads("\n".join(content))["cuda"]["version"])
             toolkits.append(Toolkit(path.removesuffix("/version.json"), version))
@@ -245,8 +247,8 @@ SPECIFICATION = "/etc/cdi/nvidia.yaml"
 def gpu_arguments(state: Docker) -> tuple[str, ...]:
     """Return the arguments of ``docker run`` that give a container the GPU.
 
-    CDI is used only if the toolkit is set to it or has no runtime, because CDI reportedly caused
-    freezes under load.
+    CDI is used only if the toolkit is configured for CDI or has no runtime, because CDI reportedly
+    caused freezes under load.
     """
     is_set_to_cdi = state.toolkit_mode == "cdi" and state.cdi_directories
     return CDI if lacks_runtime(state) or is_set_to_cdi else RUNTIME
@@ -274,7 +276,7 @@ def gpu_problem(state: Docker) -> Problem | None:
 
 
 def check_key(plan: DockerPlan, state: Docker) -> dict[str, str]:
-    """Return the versions for which a check is valid; assume silent tools to be unchanged."""
+    """Return the versions that a check is valid for; assume that silent tools are unchanged."""
     key = {
         "image": plan.check_image,
         "docker": str(state.info.get("ServerVersion", "")),
@@ -298,7 +300,7 @@ _NOBODY = "65534:65534"
 def check_gpu(state: State, host: Host, plan: DockerPlan, arguments: Mapping[str, Any]) -> bool:
     """List the GPUs in a container and write the receipt.
 
-    Success is a line that starts with `GPU`: CUDA images print a banner and exit 0 without a GPU.
+    The exit status proves nothing: without a GPU, CUDA images print a banner and exit 0.
     """
     docker = facts.run_fact(host, DockerState, timeout_s=120, **arguments)
     if problem := gpu_problem(docker):

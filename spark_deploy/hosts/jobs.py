@@ -73,11 +73,8 @@ def start_job(work: Work, release: str, names: tuple[str, ...]) -> Commands:
         return
     if state is not None and state.state == "unknown":
         # Starting a job that may be running would be reported as a change.
-        fail(
-            f"{host.name}: {job.title}",
-            describe_progress(state),
-            "run again when the host responds",
-        )
+        fix = "run again when the host responds"
+        fail(f"{host.name}: {job.title}", describe_progress(state), fix)
     if job.kind == FETCH_JOB and not host.state.is_executing:
         host.log(f"{job.title}: {job.total_bytes or 0} bytes to download")
     yield from place_files((*with_known_peers(work).files(), boot_file))
@@ -129,7 +126,7 @@ def wait_for_jobs(
 ) -> Commands:
     """Wait until all jobs have receipts; show progress, and the log of a failed job.
 
-    Jobs continue after ``timeout_s``. With ``retire_others``, jobs of replaced releases do not
+    Jobs keep running after ``timeout_s``. With ``retire_others``, jobs of replaced releases do not
     continue after a reboot.
     """
     names, target = tuple(job.digest12 for job in jobs), PREPARE.unit(release)
@@ -154,8 +151,8 @@ def _replaced_targets(release: str, boot_targets: Sequence[str]) -> tuple[str, .
     service = release.rpartition("-")[0]
     replaced = []
     for target in boot_targets:
-        name = RELEASE_NAME.match(PREPARE.instance(target))
-        if name and name["service"] == service and name[0] != release:
+        match = RELEASE_NAME.match(PREPARE.instance(target))
+        if match and match["service"] == service and match[0] != release:
             replaced.append(target)
     return tuple(replaced)
 
@@ -178,13 +175,13 @@ def compare_donor_tensors(jobs: Sequence[Work]) -> None:
             continue
         by_host = {other.name: hashes.get(proof.digest) for other, hashes in _donor_hashes.items()}
         actual = by_host.get(host.name)
-        locked = parse(BuildPlan, work.inputs[-1].content.decode()).donor_sha256
-        for source, expected in {"the lock": locked, **dict(sorted(by_host.items()))}.items():
+        build_plan = parse(BuildPlan, work.inputs[-1].content.decode())
+        for owner, expected in [("the lock", build_plan.donor_sha256), *sorted(by_host.items())]:
             if actual and expected and expected != actual:
                 fail(
                     f"{host.name}: {proof.tree}",
                     f"this checkpoint was built from FP8 source tensors with sha256 {actual}, "
-                    f"but {source} has {expected}",
+                    f"but {owner} has {expected}",
                     "find the hub or proxy that sent different bytes; on the host with the wrong "
                     "data, move the directory elsewhere, then run the deploy again",
                 )
@@ -201,7 +198,7 @@ def _wait_until_done(state: State, host: Host, jobs: Sequence[Job], timeout_s: i
         if not result.ok:
             fail(f"{host.name}: jobs", result.text, "run again to wait for the same jobs")
         reported = parse_poll(result.stdout)
-        # If no name is given, the host reports every job.
+        # Without names, the host reports every job.
         states = {name: reported[name] for name in titles if name in reported}
         for name, title in titles.items():
             _log_progress(host, title, states.get(name), logged)

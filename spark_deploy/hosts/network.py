@@ -31,10 +31,10 @@ for t in /sys/class/infiniband/*/ports/1/gid_attrs/types/*; do
   echo "$(basename "${d%/ports/1}") ${t##*/} $(cat "$d/gids/${t##*/}")"
 done
 """
-_INTERFACE = re.compile(r"\d+: ([^:@]+)(?:@\S+)?: <([^>]*)> mtu (\d+)")
+_INTERFACE = re.compile(r"\d+: (?P<name>[^:@]+)(?:@\S+)?: <(?P<flags>[^>]*)> mtu (?P<mtu>\d+)")
 _ADDRESS = re.compile(r"\s+inet ([0-9.]+/\d+) ")
-_RDMA = re.compile(r"(\S+) port \d+ ==> (\S+) \((\w+)\)")
-_SPEED = re.compile(r"(\S+) Speed: (\d+)Mb/s")
+_RDMA = re.compile(r"(?P<device>\S+) port \d+ ==> (?P<interface>\S+) \((?P<state>\w+)\)")
+_SPEED = re.compile(r"(?P<interface>\S+) Speed: (?P<mbit_per_s>\d+)Mb/s")
 _IPV4_PREFIX = "0000:0000:0000:0000:0000:ffff:"  # of an IPv4 address in a GID
 
 
@@ -44,9 +44,10 @@ class Fabric(HostFact[Ports]):
 
     def process(self, output: Iterable[str]) -> Ports:
         sections = parse_sections(output)
-        rdma = (m for m in map(_RDMA.match, sections["rdma"]) if m)
-        devices = {m[2]: m[1] for m in rdma if m[3] == "Up"}
-        speeds = {m[1]: int(m[2]) for m in map(_SPEED.match, sections["speeds"]) if m}
+        rdma = [match for match in map(_RDMA.match, sections["rdma"]) if match]
+        devices = {row["interface"]: row["device"] for row in rdma if row["state"] == "Up"}
+        rows = [match for match in map(_SPEED.match, sections["speeds"]) if match]
+        speeds = {row["interface"]: int(row["mbit_per_s"]) for row in rows}
         gids = [line.split() for line in sections["gids"]]
         return Ports(
             tuple(
@@ -67,13 +68,15 @@ class Fabric(HostFact[Ports]):
 def _interfaces(lines: Iterable[str]) -> Iterator[tuple[str, bool, int, tuple[str, ...]]]:
     interfaces: list[tuple[re.Match[str], list[str]]] = []
     for line in lines:
-        if start := _INTERFACE.match(line):
-            interfaces.append((start, []))
+        if interface := _INTERFACE.match(line):
+            addresses: list[str] = []
+            interfaces.append((interface, addresses))
         elif (address := _ADDRESS.match(line)) and interfaces:
-            interfaces[-1][1].append(address[1])
-    for start, addresses in interfaces:
-        if "LOOPBACK" not in start[2]:
-            yield start[1], "LOWER_UP" in start[2], int(start[3]), tuple(addresses)
+            addresses.append(address[1])
+    for interface, addresses in interfaces:
+        flags = interface["flags"]
+        if "LOOPBACK" not in flags:
+            yield interface["name"], "LOWER_UP" in flags, int(interface["mtu"]), tuple(addresses)
 
 
 def _gid_index(gids: list[list[str]], device: str | None, addresses: tuple[str, ...]) -> int | None:
@@ -159,8 +162,9 @@ class Listener:
 def ports_script(ports: Sequence[int]) -> str:
     """Return a script that prints listeners, then the cgroup of each process.
 
-    The cgroup is the longest path in /proc/PID/cgroup: with v1 controllers the v2 path is only "/".
+    It takes the longest path in /proc/PID/cgroup, because with v1 controllers the v2 path is "/".
     """
+    # Without ports, port 0 matches no listener; an empty filter would match all.
     sources = " or ".join(f"sport = :{port}" for port in ports) or "sport = :0"
     return rf"""
 echo '== listeners'; listeners=$(ss -Hltnp {shlex.quote(f"( {sources} )")}); echo "$listeners"
@@ -197,13 +201,11 @@ class Reachability(HostFact[dict[str, str]]):
     """Whether full-size packets reach each address: "yes", "no", or "unknown" without ping."""
 
     def command(self, links: Sequence[tuple[str, str, int]]) -> str:
-        """Each link is a tuple of interface, address of a member and MTU."""
+        """``links`` contains tuples of an interface, a member's address and an MTU."""
         tests = []
         for interface, address, mtu in links:
-            arguments = (
-                f"-I {shlex.quote(interface)} -s {mtu - _HEADER_BYTES} {shlex.quote(address)}"
-            )
-            ping = f"{_PING} {arguments} >/dev/null 2>&1"
+            size, target = mtu - _HEADER_BYTES, shlex.quote(address)
+            ping = f"{_PING} -I {shlex.quote(interface)} -s {size} {target} >/dev/null 2>&1"
             tests.append(f"{{ if {ping}; then echo {address} yes; else echo {address} no; fi; }} &")
         unknown = [f"echo {address} unknown" for _, address, _ in links]
         start = "echo '== reach'\nif command -v ping >/dev/null; then"

@@ -77,7 +77,7 @@ def lease_script(
 ) -> str:
     """Return a script that acquires or renews a lease for ``user``, or prints the holder.
 
-    The script replaces a lease that has ``dead_token``. With ``check_only`` it acquires no lease.
+    The script replaces a lease that ``dead_token`` holds. With ``check_only`` it acquires no lease.
     """
     lease = shlex.quote(path)
     if_available = "echo available; exit 0" if check_only else ":"
@@ -127,14 +127,16 @@ class ReturnLeases(BaseStateCallback):
         signal handler raises.
         """
         main = gevent.get_hub().parent
-        interrupted_at_s: list[float] = []
+        first_signal_at_s: float | None = None
 
         def end_run(number: int, _: FrameType | None) -> None:
-            # The terminal signals all processes of the group, and a parent may signal again.
-            if interrupted_at_s and time.monotonic() - interrupted_at_s[0] < _REPEATED_SIGNAL_S:
+            nonlocal first_signal_at_s
+            # After Ctrl-C, the terminal signals this process, and its parent may do so again.
+            if first_signal_at_s is None:
+                first_signal_at_s = time.monotonic()
+            elif time.monotonic() - first_signal_at_s < _REPEATED_SIGNAL_S:
                 return
-            interrupted_at_s.append(time.monotonic())
-            # Python drops handlers at exit, where a second signal would change the exit status.
+            # Python removes handlers at exit, so a late signal would change the exit status.
             atexit.register(signal.pthread_sigmask, signal.SIG_BLOCK, _INTERRUPTS)
             sys.stderr.write(
                 "interrupted: locks released; "
@@ -155,13 +157,13 @@ class ReturnLeases(BaseStateCallback):
         if lease.renewal is not None:
             lease.renewal.kill()
         try:
-            _run_script(host, unlock_script(LEASE, this_run()))
+            _run_lease_script(host, unlock_script(LEASE, this_run()))
         except _CONNECTION_ERRORS as error:
             host.log(f"could not release the lease ({type(error).__name__}); it will expire")
 
 
 def hold_lease(state: State, host: Host) -> None:
-    """Acquire a lease before the first command that changes ``host``."""
+    """Make the run acquire a lease before its first command that changes ``host``."""
     if ReturnLeases not in map(type, state.callback_handlers):
         for handler in (ReturnLeases(), RepeatFailures()):
             state.add_callback_handler(handler)  # type: ignore[no-untyped-call]  # pyinfra
@@ -174,7 +176,8 @@ def _current_lease() -> _Lease | None:
     return _leases.get(current_host()) if current_state.is_executing else None
 
 
-def _find_other_run() -> Problem | None:
+def _other_run_problem() -> Problem | None:
+    """Return a problem if another run holds the lease; check only once."""
     lease = _current_lease()
     if lease is None or lease.is_checked or lease.is_acquired:
         return None
@@ -187,7 +190,7 @@ def _acquire_lease() -> None:
     lease = _current_lease()
     if lease is None or lease.is_acquired:
         return
-    lease.is_requested = True  # set first, because an interrupt may prevent the response
+    lease.is_requested = True  # set before the request, which an interrupt may leave unanswered
     if problem := _request_lease(current_host(), check_only=False):
         raise HostError(problem)
     lease.is_acquired = True
@@ -200,30 +203,29 @@ def _request_lease(host: Host, *, check_only: bool) -> Problem | None:
     where = f"{host.name}: lease"
     token = this_run()
     try:
-        response = _run_script(
-            host, lease_script(LEASE, token, lease_holder(), check_only=check_only)
-        )
-        other, *rest = response.removeprefix("held ").split(" ")
-        if response.startswith("held ") and _has_ended(other):
+        script = lease_script(LEASE, token, lease_holder(), check_only=check_only)
+        response = _run_lease_script(host, script)
+        other_token, *details = response.removeprefix("held ").split(" ")
+        if response.startswith("held ") and _has_ended(other_token):
             # A killed run on this machine left the lease behind.
-            script = lease_script(LEASE, token, lease_holder(), other, check_only=check_only)
-            response = _run_script(host, script)
+            script = lease_script(LEASE, token, lease_holder(), other_token, check_only=check_only)
+            response = _run_lease_script(host, script)
     except SettingsError as error:  # sudo on this machine needs a password
         return error.problems[0]
     except _CONNECTION_ERRORS as error:
         return unreachable(where, type(error).__name__)
     if response in ("acquired", "available"):
         return None
-    if not response.startswith("held ") or len(rest) != 3:
+    if not response.startswith("held ") or len(details) != 3:
         fix = "free space in /run, then retry"
         return Problem(where, f"cannot be acquired: {response[:200]!r}", fix)
-    expires_in_s, since, user = map(_sanitize, rest)
+    expires_in_s, since, user = map(_sanitize, details)
     message = f"{user} started a change at {since} (lease expires in {expires_in_s} s)"
     return Problem(where, message, "wait for that run to end, then retry")
 
 
 def _has_ended(token: str) -> bool:
-    """Return whether the run with this token has ended; ``False`` if it ran elsewhere."""
+    """Return whether the run with this token has ended; ``False`` if it ran on another machine."""
     machine, _, process = token.rpartition("-")
     if machine != _this_machine() or not process.isdecimal():
         return False
@@ -240,16 +242,18 @@ def _renew(host: Host, lease: _Lease) -> None:
     while True:
         gevent.sleep(RENEW_S)
         try:
-            response = _run_script(host, lease_script(LEASE, this_run(), lease_holder()))
+            response = _run_lease_script(host, lease_script(LEASE, this_run(), lease_holder()))
         except _CONNECTION_ERRORS:
             continue  # the host is rebooting, or the connection is lost: try again
         lease.is_acquired = response == "acquired"  # if not, the next change requests it again
 
 
-def _run_script(host: Host, script: str) -> str:
+def _run_lease_script(host: Host, script: str) -> str:
+    """Return the last line of the output; of stderr if the script fails."""
     result = run_script(host, script)
-    lines = (result.stdout if result.ok else f"{result.stdout}\n{result.stderr}").splitlines()
-    return next(reversed(lines), "")
+    output = result.stdout if result.ok else f"{result.stdout}\n{result.stderr}"
+    lines = output.splitlines()
+    return lines[-1] if lines else ""
 
 
 def log_lines(host: Host, text: str, color: str = "red") -> None:
@@ -307,15 +311,15 @@ def host_command(body: Callable[Concatenate[State, Host, P], bool]) -> Callable[
 def host_operation(body: Callable[P, Commands | None]) -> PyinfraOperation[P]:
     """Make an operation that takes the lease before its first command; errors fail only this host.
 
-    pyinfra 3.10 would end the whole run with a traceback. A dry run executes nothing, so errors are
-    printed while predicting.
+    pyinfra 3.10 alone would end the whole run with a traceback. In a dry run, which executes
+    nothing, errors are only printed.
     """
 
     @functools.wraps(body)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> Commands:
         try:
-            if other_run := _find_other_run():
-                raise HostError(other_run)
+            if problem := _other_run_problem():
+                raise HostError(problem)
             for index, command in enumerate(body(*args, **kwargs) or ()):
                 if index == 0:  # an operation without commands needs no lease
                     _acquire_lease()
@@ -335,7 +339,7 @@ def host_operation(body: Callable[P, Commands | None]) -> PyinfraOperation[P]:
 
 
 def _describe_error(operation: str, error: Exception) -> Problem:
-    """Describe an unexpected error: a lost host, or a bug in this project."""
+    """Describe an unexpected error: a problem with the host, or a bug in this project."""
     if not isinstance(error, PyinfraError | FactUnavailableError):
         fix = "report this message as a bug in dgx-spark-deploy"
         return Problem(operation, f"{type(error).__name__}: {error}", fix)

@@ -27,7 +27,7 @@ from spark_deploy.plan.types import FileState, ManagedFile
 
 
 def packages_script(names: Sequence[str]) -> str:
-    """Return a script that prints installed and provided packages among ``names``."""
+    """Return a script that prints which of ``names`` are installed, or provided by a package."""
     return rf"""
 echo '== packages'
 dpkg-query -W -f '${{db:Status-Abbrev}}\t${{Package}}\t${{Version}}\t${{Provides}}\n' 2>/dev/null |
@@ -58,7 +58,7 @@ def parse_packages(lines: Iterable[str]) -> dict[str, str]:
 
 
 def known_urls_script(urls: Sequence[str]) -> str:
-    """Return a script that prints the ``urls`` in unmanaged apt sources."""
+    """Return a script that prints which of ``urls`` are in apt sources that we do not manage."""
     return rf"""
 echo '== known-urls'
 for url in {" ".join(map(shlex.quote, urls))}; do
@@ -140,7 +140,8 @@ def add_repositories(
             key: FileState(0o644, "root:root", repository.key_sha256),
         }
         differs = any(states.get(path) != state for path, state in expected.items())
-        if differs and not is_planned(change := f"repository {repository.name}"):
+        change = f"repository {repository.name}"
+        if differs and not is_planned(change):
             record_planned_change(change)
             changed = True
             yield FunctionCommand(_add_repository, [repository], {})
@@ -203,40 +204,41 @@ def _install(
     lock_wait_s: int,
     quiet_services: Sequence[str],
 ) -> bool:
-    listed, names = " ".join(packages), " ".join(map(shlex.quote, packages))
-    failed_updates: list[str] = []
+    names, quoted_names = " ".join(packages), " ".join(map(shlex.quote, packages))
+    update_errors: list[str] = []
     try:
         wait_for_lock(host, lock_wait_s)
-        with heartbeat(host, f"installing {listed}"):
+        with heartbeat(host, f"installing {names}"):
             output = run(host, update_script(), timeout_s=_UPDATE_TIMEOUT_S + 300)
-            failed_updates += (line for line in output if line.startswith(("E:", "W:", "Err:")))
-            for line in failed_updates:
+            update_errors += (line for line in output if line.startswith(("E:", "W:", "Err:")))
+            for line in update_errors:
                 host.log(f"apt-get update: {line}")
-            simulation = run(host, f"{_APT} -s {_INSTALL} {names}")
+            simulation = run(host, f"{_APT} -s {_INSTALL} {quoted_names}")
             if changes := forbidden_changes(simulation):
                 message = (
-                    f"not installed: {listed} would change {', '.join(changes)}, "
+                    f"not installed: {names} would change {', '.join(changes)}, "
                     "but a deploy never changes the driver, kernel or firmware"
                 )
-                fix = f"update the system with the vendor's tools, install {listed}, then retry"
+                fix = f"update the system with the vendor's tools, install {names}, then retry"
                 fail("packages", message, fix)
-            run(host, _install_script(names, quiet_services), timeout_s=3600)
+            run(host, _install_script(quoted_names, quiet_services), timeout_s=3600)
     except CommandError as failure:
         tail = "\n".join(failure.output.strip().splitlines()[-12:])
         # A failed update often explains a missing package.
-        updates = "".join(f"\napt-get update: {line}" for line in failed_updates[-3:])
+        errors = "".join(f"\napt-get update: {line}" for line in update_errors[-3:])
         fix = (
             "run `apt-get update`, check package names and repositories in the settings, "
             "and enable Ubuntu's universe repository"
         )
-        fail("packages", f"cannot install {listed}: {tail or failure}{updates}", fix)
+        fail("packages", f"cannot install {names}: {tail or failure}{errors}", fix)
     return True
 
 
 def update_script(timeout_s: int = _UPDATE_TIMEOUT_S, lists: str = _LISTS) -> str:
     """Return a script that updates the package lists; after ``timeout_s`` it keeps the old lists.
 
-    apt does not sync its lists. After a power cut empty lists look current, so they are deleted.
+    apt does not sync its lists. Lists that a power cut left empty look current to apt, so the
+    script deletes them first.
     """
     files = f"find {lists} -maxdepth 1 -type f ! -name lock"
     return (
@@ -271,7 +273,7 @@ def _install_script(names: str, quiet_services: Sequence[str]) -> str:
     return "\n".join(
         (
             *(_MASK.format(**unit) for unit in units),
-            # apt requires this after a power cut, and repairs the rest.
+            # After a power cut, apt requires this before it repairs the rest.
             f"env DEBIAN_FRONTEND=noninteractive dpkg --force-confold --configure {names} || :",
             f"{_APT} --no-remove {_INSTALL} {names}; rc=$?",
             *(_UNMASK.format(**unit) for unit in units),
@@ -291,12 +293,12 @@ done | sort -u | while read -r pid; do echo "$pid $(cat "/proc/$pid/comm" 2>/dev
 
 
 def wait_for_lock(host: Host, timeout_s: float) -> None:
-    """Wait until no process holds a package lock; apt's timers hold it after a boot."""
-    started = monotonic()
+    """Wait until no process holds the package lock; after a boot, apt's timers hold it."""
+    started_s = monotonic()
     while holders := run(host, _LOCK_HOLDER, timeout_s=30):
-        waited_s = monotonic() - started
-        lock = f"for the package lock, held by {', '.join(holders)}"
+        waited_s = monotonic() - started_s
+        lock = f"the package lock, held by {', '.join(holders)}"
         if waited_s > timeout_s:
-            fail("packages", f"waited {waited_s:.0f} s {lock}", "stop that process, then retry")
-        host.log(f"waiting {lock} ({waited_s:.0f} s)")
+            fail("packages", f"waited {waited_s:.0f} s for {lock}", "stop that process, then retry")
+        host.log(f"waiting for {lock} ({waited_s:.0f} s)")
         gevent.sleep(5)

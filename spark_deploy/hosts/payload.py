@@ -117,13 +117,13 @@ def read_tree(source: Path, target: str = "") -> tuple[ManagedFile, ...]:
 
 
 def site_archive(requirements: str, python_version: str, machine: str) -> tuple[Path, str]:
-    """Return a zip of the pinned wheels, which are downloaded once per machine, and its digest."""
+    """Return a zip of the pinned wheels, downloaded on the first call, and its inputs' digest."""
     pins = (CHECKOUT / requirements).read_bytes()
-    key = hashlib.sha256(f"{python_version} {machine}\n".encode() + pins).hexdigest()
+    digest = hashlib.sha256(f"{python_version} {machine}\n".encode() + pins).hexdigest()
     cache = cache_folder() / "site"
-    path = cache / f"{key[:16]}.zip"
+    path = cache / f"{digest[:16]}.zip"
     if not path.exists():
-        wheels = cache / f"{key[:16]}.wheels"
+        wheels = cache / f"{digest[:16]}.wheels"
         wheels.mkdir(parents=True, exist_ok=True)
         _download_wheels(requirements, python_version, machine, wheels)
         new = path.with_suffix(f".{os.getpid()}.new")
@@ -133,7 +133,7 @@ def site_archive(requirements: str, python_version: str, machine: str) -> tuple[
                     for info in source.infolist():
                         merged.writestr(info, source.read(info))
         new.replace(path)
-    return path, key
+    return path, digest
 
 
 def _download_wheels(requirements: str, python_version: str, machine: str, folder: Path) -> None:
@@ -225,11 +225,12 @@ class QuantizerSite(HostFact[Site]):
         return _parse_site(list(output), 3)
 
 
-def _parse_site(lines: list[str], count: int) -> Site:
-    if len(lines) != count or " " not in lines[0]:
+def _parse_site(lines: list[str], expected_lines: int) -> Site:
+    if len(lines) != expected_lines or " " not in lines[0]:
         return Site()
     version, machine = lines[0].split()
-    return Site(version, machine, *("" if line == "-" else line for line in lines[1:]))
+    others = ("" if line == "-" else line for line in lines[1:])
+    return Site(version, machine, *others)
 
 
 def tools_home(identity: PayloadIdentity) -> str:

@@ -41,7 +41,8 @@ def check_survey(plan: PreflightPlan, survey: Survey) -> Findings:
 def _identity_findings(plan: PreflightPlan, survey: Survey) -> Iterator[Finding]:
     """Compare the host with ``expect``.
 
-    Stop after a wrong architecture or GPU. The PCI id is readable even if the driver is broken.
+    Stop after a wrong architecture or GPU. The GPU is recognized by its PCI id, which is readable
+    even if the driver is broken.
     """
     expect = plan.expect
     identity = survey.identity
@@ -113,7 +114,7 @@ def _health_findings(plan: PreflightPlan, survey: Survey) -> Iterator[Finding]:
     if not survey.sudo_works:
         message = f"{survey.user} cannot become root without a password"
         yield error("sudo", message, "run `pyinfra INVENTORY deploys/bootstrap.py` once")
-    # Without root, docker cannot respond.
+    # Without root we cannot ask docker, so its silence says nothing.
     if survey.docker_silent == "active" and survey.sudo_works:
         message = "docker is running but does not respond, so its containers cannot be checked"
         fix = "check `journalctl -u docker` on the host; restart docker if needed"
@@ -143,9 +144,8 @@ def _health_findings(plan: PreflightPlan, survey: Survey) -> Iterator[Finding]:
     for daily in survey.daily:
         yield warning(f"daily check: {daily.where}", daily.what, daily.fix)
     if survey.gpu.torn_score and plan.expect.dgx_os != "ignore":
-        score = (
-            f"torn score {survey.gpu.torn_score:g} relative to {survey.gpu.torn_name or 'its set'}"
-        )
+        package_set = survey.gpu.torn_name or "its set"
+        score = f"torn score {survey.gpu.torn_score:g} relative to {package_set}"
         message = f"the vendor's update is incomplete: {score}"
         fix = "finish it with the DGX Dashboard and reboot, or set expect.dgx_os: ignore"
         is_error = plan.expect.dgx_os == "require"
@@ -159,7 +159,7 @@ def _file_findings(plan: PreflightPlan, survey: Survey) -> Iterator[Finding]:
         fix = f"check `findmnt -T {path}` and `dmesg`, then run `mount -o remount,rw MOUNT`"
         yield error("disk", f"{path} is read-only", fix)
     if paths := sorted(set(survey.unit_overrides) - set(plan.expect.unit_overrides)):
-        yield Finding(True, unit_overrides_problem(paths))
+        yield Finding(is_error=True, problem=unit_overrides_problem(paths))
 
 
 def _package_findings(survey: Survey) -> Iterator[Finding]:

@@ -50,9 +50,8 @@ def require_no_failure(consequence: str) -> None:
     if failed:
         _not_changed.add(commands.current_host())
         fix = "fix that host, or exclude it with --exclude, then retry"
-        operations.fail(
-            this_host.name, f"{consequence}, because {', '.join(failed)} failed first", fix
-        )
+        message = f"{consequence}, because {', '.join(failed)} failed first"
+        operations.fail(this_host.name, message, fix)
 
 
 def require_members(members: Sequence[str]) -> None:
@@ -69,17 +68,17 @@ def run_rollout(state: State, host: Host, release: str, timeout_s: int) -> bool:
 
 
 @operations.host_command
-def _begin_and_watch(state: State, host: Host, begin: str, timeout_s: int) -> bool:
+def _begin_and_watch(state: State, host: Host, begin_command: str, timeout_s: int) -> bool:
     record_interruption(host)
     try:
-        result = commands.run_reconnecting(host, begin)
+        result = commands.run_reconnecting(host, begin_command)
         if not result.ok:
             host.log_styled(f"could not start the rollout: {result.text}", fg="red")
             return False
         started = parse(StartedRollout, result.stdout)
         if started.joined:
             host.log("a rollout of this release is already running; watching it")
-        # The id distinguishes this rollout from other rollouts of the same release.
+        # The request id distinguishes this rollout from other rollouts of the same release.
         arguments = filter(None, (started.release, started.request))
         subject = "the earlier release" if started.to else "the new release"
         poll = tool.command_line(tool.SWITCH_POLL, *arguments)
@@ -101,9 +100,10 @@ def _watch(state: State, host: Host, release: str, poll: str, timeout_s: int, su
     while time.monotonic() < deadline:
         result = commands.run_reconnecting(host, poll)
         rollout = parse(Rollout, result.stdout) if result.ok else None
-        text = f"cannot read the progress: {result.text[-300:]}"
         if rollout is not None:
             text = _progress_text(rollout)
+        else:
+            text = f"cannot read the progress: {result.text[-300:]}"
         is_due = time.monotonic() - logged_at_s > commands.HEARTBEAT_S
         is_new_step = _without_numbers(text) != _without_numbers(last_text)
         if is_due or is_new_step or (shows_all and text != last_text):

@@ -63,7 +63,7 @@ def start_service(release: Release, timeout_s: int) -> Commands:
 
 
 def _rollout_reason(release: Release, status: HostStatus) -> str:
-    """Return why the release must be rolled out; "" if not, after logging the reason."""
+    """Return why the release must be rolled out; if it need not be, log why and return ""."""
     if commands.is_planned(f"{release.name} is served"):
         host.noop("an earlier operation starts this release")
         return ""
@@ -75,8 +75,8 @@ def _rollout_reason(release: Release, status: HostStatus) -> str:
         commands.log_once(message, "yellow")
     reason = status.unproven_reason(release.service, release.name)
     if not reason:
-        waits = status.waits_for_request(release.service, release.name)
-        state = ON_REQUEST if waits else "running"
+        is_waiting = status.waits_for_request(release.service, release.name)
+        state = ON_REQUEST if is_waiting else "running"
         host.noop(f"{release.name} is {state} and has passed its checks")
     return reason
 
@@ -91,9 +91,8 @@ def roll_out(release: Release, timeout_s: int, scheduled: Sequence[Release] = ()
         commands.log_once(f"{message}; {release.name} is scheduled for other times")
         host.noop(message)
         return
-    if status.has_failed_change(release.name) and not status.unproven_reason(
-        release.service, release.name
-    ):
+    is_proven = not status.unproven_reason(release.service, release.name)
+    if status.has_failed_change(release.name) and is_proven:
         commands.log_once(f"{release.name} passed its check before the rollout process was killed")
         yield f"systemctl reset-failed {SWITCH.unit(release.name)}"
         return
@@ -108,9 +107,8 @@ def roll_out(release: Release, timeout_s: int, scheduled: Sequence[Release] = ()
     rollback = state.rolled_back if state else None
     if rollback and rollback.to != release.name:
         commands.log_once(
-            "the host "
-            f"was rolled back from {rollback.from_release} to {rollback.to} at {rollback.at}, "
-            f"but the settings select {release.name}"
+            f"the host was rolled back from {rollback.from_release} to {rollback.to} "
+            f"at {rollback.at}, but the settings select {release.name}"
         )
     commands.log_once(f"{release.name}: {reason}")
     yield FunctionCommand(releases.run_rollout, [release.name, timeout_s], {})
@@ -126,10 +124,10 @@ def check_unit_files(accepted: Sequence[str]) -> None:
 
 @host_operation
 def stop_unlisted(services: Sequence[str]) -> Commands:
-    status = read_fact(Status).report
+    report = read_fact(Status).report
     unlisted = sorted(
         name
-        for name, service in (status.services if status else {}).items()
+        for name, service in (report.services if report else {}).items()
         if name not in services and (service.active or service.enabled)
     )
     if not unlisted:
@@ -153,23 +151,23 @@ def verify_service(
     if message := status.stop_message(release.service):
         host.noop(f"nothing to verify: {message}")
         return
-    release = status.expected_release(release, scheduled)
-    if reason := status.unproven_reason(release.service, release.name):
+    due = status.expected_release(release, scheduled)
+    if reason := status.unproven_reason(due.service, due.name):
         fix = "run again; `spark-check` on the host shows which check fails"
-        fail(f"{host.name}: {release.name}", f"not proven: {reason}", fix)
-    if status.waits_for_request(release.service, release.name):
-        host.noop(f"{release.service}: {ON_REQUEST}")
+        fail(f"{host.name}: {due.name}", f"not proven: {reason}", fix)
+    if status.waits_for_request(due.service, due.name):
+        host.noop(f"{due.service}: {ON_REQUEST}")
         return
-    state, live = status.release(release.name), status.live_check(release.name)
+    state, live = status.release(due.name), status.live_check(due.name)
     proof = state.proof if state else None
     if proof is None or live is None:  # a proven release has both
-        raise ValueError(f"{release.name} is not proven")
-    service = status.service(release.service)
+        raise ValueError(f"{due.name} is not proven")
+    service = status.service(due.service)
     address = f"at {', '.join(url for url, _ in base_urls(gateway))}"
     if service and service.head:
         address = f"as a worker of {service.head}, which serves requests"
-    names = ", ".join(release.names)
-    host.log(f"serves {release.model} with profile {release.profile} as {names} {address}")
+    names = ", ".join(due.names)
+    host.log(f"serves {due.model} with profile {due.profile} as {names} {address}")
     host.log(
         f"proof: {proof.level} check of {proof.checked_at}, {len(proof.checks)} checks; "
         f"one live answer in {live.seconds:.1f} s"
@@ -210,7 +208,7 @@ class LastRebootReason(HostFact[str]):
 
 @host_operation
 def reboot_host(plan: PreflightPlan, release: Release) -> Commands:
-    """Reboot a host if needed, and verify the service before the next host."""
+    """Reboot a host if needed, and verify its service before the next host reboots."""
     reason = read_survey(plan).identity.boot.reboot_reason
     if not reason:
         host.noop("no reboot is pending")
@@ -234,7 +232,7 @@ def _reboot(state: State, host: Host, reason: str, plan: PreflightPlan, release:
         boot_id = "\n".join(commands.run(host, f"cat {BOOT_ID}")).strip()
         marker = f"{boot_id}\n{reason}"
         commands.run(host, f"mkdir -p {RECEIPTS_DIR} && cat > {_MARKER} && sync", stdin=marker)
-        # In the background: this command must return before the connection is lost.
+        # The reboot runs in the background, so that this command returns before the host is gone.
         commands.run(host, "(sleep 1; systemctl reboot) </dev/null >/dev/null 2>&1 &", timeout_s=30)
         _wait_until_rebooted(host, boot_id)
         return _wait_until_serving(state, host, release) and _clear_marker(host, plan)
@@ -256,14 +254,13 @@ def _wait_until_rebooted(host: Host, old_boot_id: str) -> None:
 
 
 def _wait_until_serving(state: State, host: Host, target: Release) -> bool:
-    """Wait until the release that is enabled at boot runs and passes its check."""
+    """Wait until the release that starts at boot is running, then check it."""
     timeout_s = int(target.timeouts.start_s) + 600
     deadline = time.monotonic() + timeout_s
     unit_state = ""
+    status_command = tool.when_installed(tool.command_line(tool.STATUS))
     while time.monotonic() < deadline and unit_state != "failed":
-        result = commands.run_reconnecting(
-            host, tool.when_installed(tool.command_line(tool.STATUS))
-        )
+        result = commands.run_reconnecting(host, status_command)
         if result.ok:
             status = parse_status(result.stdout)
             _require_readable(host, status)
@@ -290,7 +287,7 @@ def _require_readable(host: Host, status: HostStatus) -> None:
 
 
 def _clear_marker(host: Host, plan: PreflightPlan) -> bool:
-    """Remove the marker, unless the cause persists: the marker then prevents a second reboot."""
+    """Remove the marker, unless a reboot is still pending; the marker then prevents another one."""
     survey = run_fact(host, HostSurvey, timeout_s=180, **fact_arguments(plan))
     if pending := survey.identity.boot.reboot_reason:
         host.log_styled(f"a reboot is still pending after the reboot: {pending}", fg="yellow")

@@ -25,7 +25,7 @@ def poll_command(jobs: Sequence[str]) -> str:
 
 
 def parse_poll(text: str) -> dict[str, JobState]:
-    """Return states by 12-digit name; empty if the tools are missing. Raises DocumentError."""
+    """Return job states by 12-digit digest; empty without the tools. Raises DocumentError."""
     states = parse(tuple[JobState, ...], text) if text.strip() else ()
     return {state.digest[:12]: state for state in states}
 
@@ -47,7 +47,7 @@ class JobStates(HostFact[Jobs]):
     default = staticmethod(lambda: Jobs({}))
 
     def command(self, jobs: Sequence[str], target: str) -> str:
-        # The tool reports every job if no name is given.
+        # Without names, the tool would report every job.
         poll = poll_command(jobs) if jobs else ":"
         wants = shlex.quote(drop_in_dir(target))
         return (
@@ -100,6 +100,7 @@ class HostStatus:
         return next((live for live in results if live and live.release == release), None)
 
     def would_replace(self, service: str, release: str) -> bool:
+        """Return whether a rollout may interrupt a service; ``True`` if the host is unreadable."""
         state = self.service(service)
         if state is None:
             return bool(self.unreadable)
@@ -115,7 +116,7 @@ class HostStatus:
         return release
 
     def unit_overrides(self, accepted: Collection[str]) -> tuple[str, ...]:
-        """Return the files that change our units, without the accepted files."""
+        """Return the files that change our units, except for the accepted files."""
         paths = self.report.unit_overrides if self.report else ()
         return tuple(path for path in paths if path not in accepted)
 
@@ -129,8 +130,9 @@ class HostStatus:
     def waits_for_request(self, service: str, release: str | None) -> bool:
         """Return whether the proven ``release`` waits for the next request."""
         state = self.service(service)
-        stopped = state.stopped_by_hand if state else None
-        return bool(stopped and stopped.on_request and state and state.known_good == release)
+        if state is None or state.stopped_by_hand is None:
+            return False
+        return state.stopped_by_hand.on_request and state.known_good == release
 
     def rollout(self, service: str) -> status.RunningRollout | None:
         state = self.service(service)
@@ -161,13 +163,11 @@ class HostStatus:
         result, live = self.release(release), self.live_check(release)
         unproven = result.unproven if result else "none"
         gateway, has_gateway = state.gateway, not state.head  # workers of a cluster have none
+        at_boot = ", ".join(state.enabled) or "nothing"
         reasons = (
             (state.active != release, f"serves {state.active or 'nothing'}"),
             (state.known_good != release, "the check has not passed yet"),
-            (
-                state.enabled != (release,),
-                f"starts {', '.join(state.enabled) or 'nothing'} at boot",
-            ),
+            (state.enabled != (release,), f"starts {at_boot} at boot"),
             (unproven, f"proof: {unproven}"),
             (has_gateway and not state.traffic_open, "the gateway is closed"),
             (has_gateway and gateway.active != "active", "the gateway is not running"),
@@ -176,7 +176,7 @@ class HostStatus:
             (has_gateway and gateway.difference, f"the gateway: {gateway.difference}"),
             (not (live and live.ok), f"no answer: {live.detail if live else 'not tested'}"),
         )
-        return next((text for wrong, text in reasons if wrong), "")
+        return next((reason for applies, reason in reasons if applies), "")
 
 
 def unit_overrides_problem(paths: Iterable[str]) -> Problem:
@@ -198,9 +198,9 @@ ON_REQUEST = "stopped (on request)"
 
 def stop_message(service: str, stopped: Stopped) -> str:
     who = stopped.by or "someone on the host"
+    stays_down = f"; it stays down until {stopped.until}" if stopped.until else ""
     return (
-        f"{service} was stopped on purpose by {who} at {stopped.at}"
-        f"{f'; it stays down until {stopped.until}' if stopped.until else ''}; "
+        f"{service} was stopped on purpose by {who} at {stopped.at}{stays_down}; "
         "`spark-deploy start` starts it"
     )
 
@@ -294,12 +294,14 @@ class Requests(HostFact[dict[str, RequestCounts]]):
     default = dict
 
     def command(self, services: Sequence[str]) -> str:
-        return "; ".join(
-            f"echo {shlex.quote(f'== {name}')}; curl -s -m 5 --unix-socket "
-            f"{shlex.quote(f'{engine_dir(name)}/engine.sock')} http://engine/metrics | "
-            "grep '^vllm:num_requests_' || true"
-            for name in services
-        )
+        commands = []
+        for name in services:
+            header, socket = shlex.quote(f"== {name}"), f"{engine_dir(name)}/engine.sock"
+            commands.append(
+                f"echo {header}; curl -s -m 5 --unix-socket {shlex.quote(socket)} "
+                "http://engine/metrics | grep '^vllm:num_requests_' || true"
+            )
+        return "; ".join(commands)
 
     def process(self, output: Iterable[str]) -> dict[str, RequestCounts]:
         counts = {}
@@ -307,7 +309,8 @@ class Requests(HostFact[dict[str, RequestCounts]]):
             sums = {"running": 0, "waiting": 0}
             matches = [match for match in map(_REQUESTS.match, lines) if match]
             for match in matches:
-                sums[match[1]] += int(float(match[2]))
+                state, count = match.groups()
+                sums[state] += int(float(count))
             if matches:
                 counts[name] = RequestCounts(**sums)
         return counts

@@ -119,6 +119,9 @@ def parse_memory(sections: facts.Sections) -> Memory:
     )
     # The first line is the page size; on a host without /proc/buddyinfo it is the only line.
     page_bytes, *zones = [*sections["buddyinfo"], ""]
+    blocks = None
+    if page_bytes.isdigit():
+        blocks = machine.parse_buddyinfo("\n".join(zones), int(page_bytes))
     failures = "".join(sections["driver-memory"])
     return Memory(
         total,
@@ -126,9 +129,7 @@ def parse_memory(sections: facts.Sections) -> Memory:
         available - max(0, cma_free - cma_total),
         cma_total,
         cma_free,
-        machine.parse_buddyinfo("\n".join(zones), int(page_bytes))
-        if page_bytes.isdigit()
-        else None,
+        blocks,
         int(failures) if failures.isdigit() else 0,
     )
 
@@ -172,7 +173,7 @@ done
 
 def engine_memory_script(folder: str = RELEASES_DIR) -> str:
     """Return a script that prints each running engine unit and the bytes planned for it."""
-    prefix, suffix = SERVE.unit("@").split("@@")
+    prefix, suffix = SERVE.unit("INSTANCE").split("@INSTANCE")
     return rf"""
 echo '== engine-memory'
 systemctl list-units --plain --no-legend --state=active,activating '{SERVE.unit("*")}' |
@@ -232,7 +233,7 @@ class Survey:
 
     @property
     def stubbed(self) -> tuple[str, ...]:
-        """Stubs of real software; results with them say nothing about a Spark."""
+        """Stubs that replace real software; results with them say nothing about a real Spark."""
         driver = self.gpu.driver_version
         return (
             *self.stub_packages,
@@ -274,14 +275,16 @@ class HostSurvey(facts.HostFact[Survey]):
 
     def process(self, output: list[str]) -> Survey:
         sections = facts.parse_sections(output)
-        sudo = sections["sudo"] or ["no"]
+        # "yes", "root", or "no" followed by the user.
+        access, *users = sections["sudo"] or ["no"]
+        runs_as_root = access != "no"
         gpu_state = gpu.parse_gpu(sections)
         daily = facts.parse_document(DailyReport, sections.text("daily"))
-        stopped = sections["stopped"]
+        stopped = sections["stopped"]  # two lines for each service: name and document
         engines = (line.partition(" ") for line in sections["engine-memory"])
         unreachable = (line for line in sections["containers"] if line.startswith("unreachable "))
         return Survey(
-            user=(sudo[1] if len(sudo) > 1 else "?") if sudo[0] == "no" else "",
+            user="" if runs_as_root else next(iter(users), "?"),
             identity=parse_identity(sections, gpu_state),
             gpu=gpu_state,
             memory=parse_memory(sections),
@@ -308,5 +311,5 @@ class HostSurvey(facts.HostFact[Survey]):
             },
             engine_bytes={unit: int(planned) for unit, _, planned in engines if planned.isdigit()},
             unit_overrides=units.find_unit_overrides(sections["unit-files"]),
-            read_only=tuple(sections["read-only"]) if sudo[0] != "no" else (),
+            read_only=tuple(sections["read-only"]) if runs_as_root else (),
         )

@@ -104,11 +104,7 @@ def uninstall_request(settings: Settings) -> str:
         models_dir=settings.paths.models_dir,
         sources_dir=settings.paths.sources_dir,
         cache_dir=settings.paths.cache_dir,
-        files=(
-            base.HOLD_PATH,
-            base.COMPACTION_PATH,
-            *(file.path for file in base.GUARANTEE_FILES),
-        ),
+        files=(base.HOLD_PATH, base.COMPACTION_PATH, *(file.path for file in base.GUARANTEE_FILES)),
         # These may have existed before the first deploy.
         shared_files=(DAEMON_JSON, base.EARLYOOM_PATH, SPECIFICATION),
         daemon_json=DAEMON_JSON,
@@ -172,25 +168,26 @@ _MAX_NAMES = 12
 
 
 def describe_uninstall(result: UninstallManifest) -> Iterator[str]:
-    """Describe removed and kept resources, grouped by kind and by the reason to keep them."""
+    """Describe the resources to remove and keep, grouped by kind and by the reason to keep them."""
     if result.baseline_at is None and result.items:
         yield "older resources may be kept, because the state before the first deploy is unknown"
     groups: dict[tuple[str, str], list[ManagedItem]] = {}
     for kind in dict.fromkeys(item.kind for item in result.items):
         items = [item for item in result.items if item.kind == kind]
-        # Removed items come first; their reason is empty.
+        # Items to remove come first; their reason is empty.
         for item in sorted(items, key=lambda item: item.kept_because != ""):
             groups.setdefault((kind, item.kept_because), []).append(item)
     for (kind, reason), items in groups.items():
         names = [item.name for item in items]
         total_bytes = sum(item.size_bytes for item in items)
-        size = f"{gigabytes(total_bytes) if total_bytes else '':>9} {kind:<13}"
+        size = gigabytes(total_bytes) if total_bytes else ""
+        columns = f"{size:>9} {kind:<13}"
         if reason:
-            yield f"keep   {size} {', '.join(names)}: {reason}"
+            yield f"keep   {columns} {', '.join(names)}: {reason}"
         else:
             hidden = len(names) - _MAX_NAMES
             more = f" and {hidden} more" if hidden > 0 else ""
-            yield f"remove {size} {', '.join(names[:_MAX_NAMES])}{more}"
+            yield f"remove {columns} {', '.join(names[:_MAX_NAMES])}{more}"
     removed_bytes = sum(item.size_bytes for item in result.items if not item.kept_because)
     kept_bytes = sum(item.size_bytes for item in result.items if item.kept_because)
     yield f"remove {gigabytes(removed_bytes)} in total; keep {gigabytes(kept_bytes)}"

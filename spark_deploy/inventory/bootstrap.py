@@ -70,8 +70,8 @@ def prepare(
 ) -> dict[str, dict[str, Any]]:
     """Record host keys, and read the password if a host needs it.
 
-    Returns pyinfra's data of each reachable host, with a ``Contact``. Raises SettingsError if the
-    controller has no key, a host key changed or is not confirmed, or a terminal is missing.
+    Returns pyinfra's data for each reachable host, with a ``Contact``. Raises SettingsError if the
+    controller has no key, a host key changed or is not confirmed, or a prompt needs a terminal.
     """
     endpoints = [build_endpoint(host, data) for host, data in hosts.items()]
     local = [target for target in endpoints if target.is_local]
@@ -93,13 +93,14 @@ def prepare(
         passwords = _read_passwords(needs_password, prompt, pool)
     data = {}
     for target, login, result, key in zip(targets, logins, results, public_keys, strict=True):
-        contact = Contact(target, result.ready and login == target, key, None)
+        ready = result.ready and login == target
+        contact = Contact(target, ready, public_key=key, password=None)
         data[target.host] = _contact_data(contact, login, result, passwords.get(login.host))
     return data
 
 
 def _first_login(target: Endpoint, result: LoginResult, data: Mapping[str, Any]) -> Endpoint:
-    """Return the login for bootstrap; the user is ``ssh.first_user`` until the account exists."""
+    """Return the login for bootstrap: as ``ssh.first_user`` until the account exists."""
     if target.user != ACCOUNT or result.ready:
         return target
     context = data.get(CONTEXT_KEY)

@@ -63,8 +63,10 @@ def _member_problems(
         if not members:
             continue
         yield from _setting_differences(hosts.get(members[0]), hosts[name], same_settings)
-        for other in members[1:] if name == members[0] else ():
-            if other in hosts and list(members_by_host[other][:1]) != [name]:
+        if name != members[0]:
+            continue
+        for other in members[1:]:
+            if other in hosts and name not in members_by_host[other][:1]:
                 listed = ", ".join(members_by_host[other]) or "empty"
                 message = f"is {listed}, but {name}'s list contains this host"
                 yield Problem(f"{other}: {section}.hosts", message, _IN_GROUP_VARS)

@@ -82,7 +82,7 @@ def check_patterns(
 
 
 def inventory_argument() -> str:
-    """Return the inventory of the command line. Raises SettingsError if its file is missing."""
+    """Return the inventory argument of the command. Raises SettingsError if its file is missing."""
     inventory = str(command_line().get("inventory") or "")
     if not inventory or Path(inventory).exists() or "," in inventory or "@" in inventory:
         return inventory

@@ -27,31 +27,34 @@ BOOTSTRAP = "run `spark-deploy up` or deploys/bootstrap.py to install the key an
 _REJECTED = "rejects our SSH key"
 _UNKNOWN_KEY = "its host key is not in known_hosts, or differs from the recorded key"
 # Messages of the ssh program.
-_SSH_ERRORS = (
-    (re.compile(r"ssh: connect to host (\S+) port (\d+): (.+)"), CHECK_NETWORK),
-    (re.compile(r"ssh: Could not resolve hostname (\S+)(): (.+)"), CHECK_NETWORK),
-    (re.compile(r"(?P<user>\S+): Permission denied \("), BOOTSTRAP),
-    (re.compile(r"Host key verification failed"), BOOTSTRAP),
+_NETWORK_ERRORS = (
+    re.compile(r"ssh: connect to host (?P<host>\S+) port (?P<port>\d+): (?P<reason>.+)"),
+    re.compile(r"ssh: Could not resolve hostname (?P<host>\S+)(?P<port>): (?P<reason>.+)"),
+)
+_REJECTION_ERRORS = (
+    (re.compile(r"\S+: Permission denied \("), _REJECTED),
+    (re.compile(r"Host key verification failed"), _UNKNOWN_KEY),
 )
 
 
 def network_reason(hostname: str, port: int | None, error: BaseException) -> str:
     if isinstance(error, NoValidConnectionsError):
         [(address, error), *_] = error.errors.items()
-        port = address[1]
-    name = hostname if port in (None, 22) else f"[{hostname}]:{port}"
+        _, port, *_ = address
+    endpoint = hostname if port in (None, 22) else f"[{hostname}]:{port}"
     reason = getattr(error, "strerror", None) or str(error) or "closed the connection"
-    return f"{name}: {reason}"
+    return f"{endpoint}: {reason}"
 
 
 def ssh_reason(output: str) -> tuple[str, str] | None:
     """Return why ssh could not connect, and the fix; return ``None`` if ssh connected."""
-    for pattern, fix in _SSH_ERRORS:
+    for pattern in _NETWORK_ERRORS:
         if match := pattern.search(output):
-            if fix == CHECK_NETWORK:
-                error = OSError(0, match[3].strip())
-                return network_reason(match[1], int(match[2] or 22), error), fix
-            return (_REJECTED if match.groupdict() else _UNKNOWN_KEY), fix
+            error = OSError(0, match["reason"].strip())
+            return network_reason(match["host"], int(match["port"] or 22), error), CHECK_NETWORK
+    for pattern, reason in _REJECTION_ERRORS:
+        if pattern.search(output):
+            return reason, BOOTSTRAP
     return None
 
 
@@ -66,7 +69,8 @@ def raise_connect_error(host: Host, message: str, data: object) -> NoReturn:
         hostname, port = host.data.get("ssh_hostname") or host.name, host.data.get("ssh_port")
         reason = network_reason(hostname, int(port) if port else None, data)
         fix = CHECK_NETWORK
-    raise ConnectError(f"unreachable: {reason}{f'; fix: {fix}' if fix else ''}")
+    advice = f"; fix: {fix}" if fix else ""
+    raise ConnectError(f"unreachable: {reason}{advice}")
 
 
 MAX_BYTES = 128 << 20
@@ -86,7 +90,7 @@ def read_buffer(
     print_output: bool = False,
     print_func: Callable[[str], str] | None = None,
 ) -> None:
-    """Read a stream within the limits; replaces pyinfra's function of this name."""
+    """Read a stream up to the limits; replaces pyinfra's function of this name."""
     received_bytes, lines, printable_characters = 0, 0, _MAX_PRINTED_PER_STREAM
     stream = _binary_stream(io)
     while data := stream.readline(_LINE_BYTES):
@@ -134,5 +138,5 @@ def patch_pyinfra() -> None:
     setattr(util, "getpass", reject_prompt)  # noqa: B010 - a name that util does not export
     setattr(ssh, "raise_connect_error", raise_connect_error)  # noqa: B010 - likewise
     logger.addFilter(_is_relevant)
-    # The raised error also contains the reason of a failed connection.
+    # paramiko also logs why a connection failed, which the raised error already says.
     logging.getLogger("paramiko").setLevel(logging.CRITICAL)

@@ -112,11 +112,10 @@ def group_from(
     generated: Mapping[str, Any] | None = None,
     host_data: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Group:
-    """Return a pyinfra group.
+    """Return a pyinfra group: ``spark = _group_from("spark", hosts=[...], file=__file__)``.
 
-    ``spark = _group_from("spark", hosts=[...], file=__file__)``. ``name`` is a file in
-    ``group_vars``; ``@local`` is this machine; ``file`` is ``__file__`` of the inventory;
-    ``host_data`` is pyinfra's data by host.
+    ``name`` also names the group's file in ``group_vars``. The host ``@local`` is this machine.
+    ``file`` is the inventory's ``__file__``. ``host_data`` is pyinfra's data by host.
     """
     return groups_from({name: hosts}, file=file, generated=generated, host_data=host_data)[name]
 
@@ -138,16 +137,16 @@ def groups_from(
     if not selected:
         excluded = " ".join(f"--exclude {pattern}" for pattern in arguments.get("exclude") or ())
         raise SettingsError.single(excluded, "excludes every host", "exclude fewer hosts")
-    must_serve = requires_valid_models(arguments)
+    needs_models = requires_valid_models(arguments)
     given_data = host_data or {}
     hosts = _load_settings(
-        groups, file, parse_overrides(arguments), generated, given_data, must_serve=must_serve
+        groups, file, parse_overrides(arguments), generated, given_data, needs_models=needs_models
     )
     root = vars_root(file)
     catalog = _once_per_command(
         f"catalog of {root}", functools.partial(read_catalog, user_dir=root)
     )
-    check_conflicts(hosts, catalog, must_serve=hosts if must_serve else ())
+    check_conflicts(hosts, catalog, must_serve=hosts if needs_models else ())
     if "operations" in arguments:  # the command is pyinfra itself
         signal.signal(signal.SIGINT, _exit_on_interrupt)
     user = login_user(arguments)
@@ -174,15 +173,15 @@ def _load_settings(
     generated: Mapping[str, Any] | None,
     given_data: Mapping[str, Mapping[str, Any]],
     *,
-    must_serve: bool,
+    needs_models: bool,
 ) -> dict[str, HostSettings]:
-    """Return the settings of all hosts, with addresses. Raises SettingsError with all mistakes."""
+    """Return every host's settings, with addresses. Raises SettingsError with all mistakes."""
     root = vars_root(file)
     problems = list(stray_file_problems(groups, root=root, file=file))
     hosts: dict[str, HostSettings] = {}
     try:
         hosts = load_hosts(
-            groups, root=root, overrides=overrides, generated=generated, must_serve=must_serve
+            groups, root=root, overrides=overrides, generated=generated, must_serve=needs_models
         )
     except SettingsError as error:
         problems += error.problems
@@ -207,8 +206,9 @@ def _load_settings(
 
 def _is_bootstrap(arguments: Mapping[str, Any]) -> bool:
     operations: Sequence[str] = arguments.get("operations") or []
-    is_deploy = any(Path(name).parts[-2:] == ("deploys", "bootstrap.py") for name in operations[:1])
-    return is_deploy or bool(arguments.get("bootstraps"))
+    deploy_file = Path(operations[0] if operations else "")
+    runs_bootstrap = deploy_file.parts[-2:] == ("deploys", "bootstrap.py")
+    return runs_bootstrap or bool(arguments.get("bootstraps"))
 
 
 def select_hosts(
@@ -256,7 +256,7 @@ def _connection_data(
 ) -> dict[str, Any]:
     """Return pyinfra's data of a host: connection, sudo, and the settings for display.
 
-    Root logins use no sudo, which may be missing. ``login_user`` is from the command line.
+    For root, sudo is not used, because it may be missing. ``login_user`` is from the command line.
     """
     if loaded.host.startswith("@"):
         return {**loaded.data, "_sudo": os.geteuid() != 0, **given_data}
@@ -279,7 +279,7 @@ def _connection_data(
 
 def _configured_user(host: str, data: Mapping[str, Any]) -> str:
     """Return the user in ~/.ssh/config or the local user; "" if neither is known."""
-    # The connection reports mistakes in the file. A KeyError means that the local user is unknown.
+    # Connecting reports mistakes in the file. A KeyError means that the local user is unknown.
     with suppress(OSError, ValueError, KeyError, SSHException, RecursionError):
         config = get_ssh_config(data.get("ssh_config_file"))
         user = config.lookup(data.get("ssh_hostname", host)).get("user") if config else None

@@ -143,7 +143,7 @@ def is_listed(key: HostKey, file: str) -> bool:
         with readable_ssh_files():
             listed: Mapping[str, PKey] = HostKeys(str(path)).lookup(key.entry_name) or {}
     except OSError as error:
-        fix = "set the path of a readable known_hosts file"
+        fix = "set the variable to the path of a readable known_hosts file"
         raise SettingsError.single(str(path), str(error.strerror), fix) from error
     match = listed.get(key.key.get_name()) if key.key else None
     if listed and match != key.key:
@@ -160,8 +160,9 @@ def record_host_keys(keys: Sequence[HostKey]) -> None:
         host_key.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         content = host_key.path.read_text() if host_key.path.exists() else ""
         line = HostKeyEntry([host_key.entry_name], host_key.key).to_line() or ""
+        lacks_newline = bool(content) and not content.endswith("\n")
         with host_key.path.open("a") as file:
-            file.write(("" if not content or content.endswith("\n") else "\n") + line)
+            file.write(f"\n{line}" if lacks_newline else line)
     get_host_keys.cache.clear()  # pyinfra caches these files
 
 
@@ -178,7 +179,7 @@ _SOCKET_OPTIONS = (
 
 
 def open_transport(sock: Any, **keywords: Any) -> Transport:
-    """Return a transport with timeouts; a proxy command has no socket to set them on."""
+    """Return a transport with timeouts; none are set for a proxy command, which has no socket."""
     if isinstance(sock, socket.socket):
         for level, name, value in _SOCKET_OPTIONS:
             option = getattr(socket, name, None)  # missing on some systems

@@ -61,14 +61,13 @@ def context_of(host: Host) -> HostContext:
 
 def host_problems(groups: Mapping[str, Any], *, file: str) -> Iterator[Problem]:
     """Yield invalid, repeated and accidentally joined names in the groups of an inventory file."""
-    joined = {strings.name: strings for strings in _joined_strings(Path(file))}
+    joined = {literals.name: literals for literals in _joined_strings(Path(file))}
     group_by_host: dict[str, str] = {}
     for group, hosts in groups.items():
         where = f"{Path(file).name}: hosts of {group}"
         if not isinstance(hosts, (list, tuple)):
-            yield Problem(
-                where, f"expected a list, got {hosts!r}", 'write hosts=["spark-1", "spark-2"]'
-            )
+            fix = 'write hosts=["spark-1", "spark-2"]'
+            yield Problem(where, f"expected a list, got {hosts!r}", fix)
             continue
         if not hosts:
             yield Problem(where, "the list is empty", "add a host, or remove the group")
@@ -78,8 +77,8 @@ def host_problems(groups: Mapping[str, Any], *, file: str) -> Iterator[Problem]:
                 yield Problem(where, f"expected a name, got {host!r}", fix)
                 continue
             if host in joined:
-                line = f"{where} line {joined[host].line}"
-                yield Problem(line, joined[host].message, "put a comma between them")
+                where_joined = f"{where} line {joined[host].line}"
+                yield Problem(where_joined, joined[host].message, "put a comma between them")
             elif problem := _name_problem(f"{where}: {host!r}", host):
                 yield problem
             elif group_by_host.get(host) == group:
@@ -119,7 +118,7 @@ class _JoinedStrings(NamedTuple):
 
 
 def _joined_strings(file: Path) -> Iterator[_JoinedStrings]:
-    """Yield adjacent string literals, which Python joins because a comma is missing."""
+    """Yield adjacent string literals, which Python joins because the comma between is missing."""
     adjacent: list[tokenize.TokenInfo] = []
     for token in _tokens(file):
         if token.type == tokenize.STRING and not token.string.lower().startswith(("f", "rf", "fr")):
@@ -129,7 +128,8 @@ def _joined_strings(file: Path) -> Iterator[_JoinedStrings]:
             if len(parts) > 1 and all(isinstance(part, str) for part in parts):
                 names = " and ".join(f'"{part}"' for part in parts)
                 message = f"{names} are joined into a single name"
-                yield _JoinedStrings("".join(parts), adjacent[0].start[0], message)
+                line, _ = adjacent[0].start
+                yield _JoinedStrings("".join(parts), line, message)
             adjacent = []
 
 
@@ -173,9 +173,10 @@ def stray_file_problems(
 
 def _names_in_adjacent_inventories(root: Path, file: Path) -> set[str]:
     folders = {root, root / "inventory", root / "inventories", file.parent}
+    others = {path for folder in folders for path in folder.glob("*.py")} - {file}
     return {
         token.string.strip("\"'").removeprefix("@")
-        for path in {path for folder in folders for path in folder.glob("*.py")} - {file}
+        for path in others
         for token in _tokens(path)
         if token.type in (tokenize.STRING, tokenize.NAME)
     }

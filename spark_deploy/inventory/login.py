@@ -47,7 +47,7 @@ class PasswordPrompt:
         self._attempts = 0
 
     def password_for(self, endpoints: Sequence[Endpoint]) -> str:
-        """Return the password; the prompt lists the hosts that need the password first."""
+        """Return the password; if it is not known yet, prompt for it and list the hosts."""
         if self._password is None:
             self._password = Password(self._read(endpoints))
         return self._password
@@ -69,9 +69,8 @@ class PasswordPrompt:
                 raise SettingsError.single(PASSWORD_FILE_VARIABLE, message, fix) from error
         elif sys.stdin.isatty():
             users = sorted({endpoint.user or getpass.getuser() for endpoint in endpoints})
-            password = self._ask(
-                f"password of {', '.join(users)} on {hosts} (for login and sudo): "
-            )
+            prompt = f"password of {', '.join(users)} on {hosts} (for login and sudo): "
+            password = self._ask(prompt)
         else:
             message = f"is needed for {hosts}, but there is no terminal to enter it in"
             fix = f"run in a terminal, or set {PASSWORD_FILE_VARIABLE} to a file with the password"
@@ -129,7 +128,7 @@ def try_key(endpoint: Endpoint) -> LoginResult:
 
 
 def accepts_password(endpoint: Endpoint, password: str) -> bool:
-    """Return whether the host accepts the password, or does not respond."""
+    """Return whether the host accepts the password; ``True`` if it does not respond."""
     client = SSHClient()
     arguments = {"password": Password(password), "allow_agent": False, "look_for_keys": False}
     try:
@@ -192,7 +191,9 @@ def _identities(endpoint: Endpoint) -> Sequence[str]:
     with readable_ssh_files():
         config = get_ssh_config(endpoint.config_file)
         files = config.lookup(endpoint.hostname).get("identityfile", ()) if config else ()
-    return files if isinstance(files, list) else [files] if files else ()
+    if not files:
+        return ()
+    return files if isinstance(files, list) else [files]
 
 
 def _public_key_line(key: PKey) -> str:
@@ -202,9 +203,8 @@ def _public_key_line(key: PKey) -> str:
 def _read_public_key(path: Path) -> str:
     lines = path.read_text().strip().splitlines()
     if len(lines) != 1 or len(lines[0].split()) < 2:
-        raise SettingsError.single(
-            str(path), "invalid public key", "set ssh.key_file to a valid key"
-        )
+        fix = "set ssh.key_file to a valid key"
+        raise SettingsError.single(str(path), "invalid public key", fix)
     return lines[0]
 
 
@@ -224,11 +224,11 @@ def bootstrap_plan(host: Host) -> BootstrapPlan:
 
 
 def check_access(state: State, host: Host, endpoint: Endpoint) -> bool:
-    """Log and return whether login with the key and sudo without a password work."""
+    """Return whether login with the key works and sudo needs no password; log the result."""
     result = try_key(endpoint)
     if result.ready:
-        login = "" if endpoint.is_local else "login with the key works, and "
-        host.log(f"{login}sudo needs no password")
+        prefix = "" if endpoint.is_local else "login with the key works, and "
+        host.log(f"{prefix}sudo needs no password")
         return True
     if endpoint.is_local:
         fix = "remove the rule in /etc/sudoers or /etc/sudoers.d that overrides our rule"
