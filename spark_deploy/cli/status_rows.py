@@ -10,24 +10,27 @@ from spark_deploy.plan.memory import gib
 def short_lines(hosts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield a line per service and a line per problem."""
     rows = [row for host in hosts for row in _short_rows(host)]
-    service_rows = [cells for cells, _ in rows if len(cells) > 2]
-    widths = [max(map(len, column)) for column in zip(*service_rows, strict=True)]
+    # Rows with only a name and a message are not aligned.
+    aligned_rows = [cells for cells, _ in rows if len(cells) > 2]
+    widths = [max(map(len, column)) for column in zip(*aligned_rows, strict=True)]
     for cells, problems in rows:
-        padded = map(str.ljust, cells, widths) if cells in service_rows else cells
+        padded = map(str.ljust, cells, widths) if cells in aligned_rows else cells
         yield "  ".join(padded).rstrip()
         yield from (f"    {problem}" for problem in problems if problem)
 
 
 def _short_rows(host: Mapping[str, Any]) -> Iterator[tuple[list[str], list[str]]]:
+    """Yield the cells of each row, and the problems to print below it."""
     name = host["host"]
     if not host["reachable"] or not host["installed"]:
         yield [f"○ {name}", host["problem"] or "not set up yet"], []
         return
     rollout = host["rollout"]["text"] if host["rollout"] else ""
-    daily = [
+    daily_problems = [
         f"{problem['where']}: {problem['what']}" for problem in host["daily"].get("problems", ())
     ]
-    yield _short_cells(name, host, host), [host["drift"], rollout, *daily]
+    # A host's own fields describe its main service.
+    yield _short_cells(name, host, host), [host["drift"], rollout, *daily_problems]
     for service in host["services"]:
         yield _short_cells(f"{name}/{service['service']}", service, host), []
 
@@ -37,23 +40,25 @@ def _short_cells(name: str, service: Mapping[str, Any], host: Mapping[str, Any])
         return [f"○ {name}", service["stopped"] or service.get("unreadable") or "serves nothing"]
     proof = service["proof"]
     speed = ((proof.get("bench") or {}).get("one_stream_tokens_per_s") or {}).get("median")
-    free = host["memory"].get("available_bytes")
+    free_bytes = host["memory"].get("available_bytes")
+    symbol = "◐" if service["drift"] else "●"
     return [
-        f"{'◐' if service['drift'] else '●'} {name}", service["model"], service["profile"],
-        f"{speed:.1f} tok/s" if speed else "- tok/s", f"{gib(free)} free" if free else "",
+        f"{symbol} {name}", service["model"], service["profile"],
+        f"{speed:.1f} tok/s" if speed else "- tok/s",
+        f"{gib(free_bytes)} free" if free_bytes else "",
         f"checked {check_age(proof)}" if proof else "not checked",
     ]  # fmt: skip
 
 
 def check_age(proof: Mapping[str, Any]) -> str:
-    time = str(proof.get("checked_at"))
+    checked_at = str(proof.get("checked_at"))
     try:
-        checked = datetime.fromisoformat(time.replace("Z", "+00:00")).timestamp()
+        timestamp = datetime.fromisoformat(checked_at.replace("Z", "+00:00")).timestamp()
     except ValueError:
-        return f"at an unknown time ({time})"
-    seconds = max(0.0, datetime.now(timezone.utc).timestamp() - checked)
-    for unit, size_s in (("day", 86400), ("hour", 3600), ("minute", 60)):
-        if seconds >= size_s:
-            count = int(seconds // size_s)
+        return f"at an unknown time ({checked_at})"
+    age_s = max(0.0, datetime.now(timezone.utc).timestamp() - timestamp)
+    for unit, unit_s in (("day", 86400), ("hour", 3600), ("minute", 60)):
+        if age_s >= unit_s:
+            count = int(age_s // unit_s)
             return f"{count} {unit}{'s' if count > 1 else ''} ago"
     return "just now"

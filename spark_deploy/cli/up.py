@@ -45,17 +45,12 @@ _DOWNTIME_PHASES = ("stop", "memory", "start", "check", "open")
 @shared_options(plans=True, changes=True)
 def up(options: Options) -> int:
     hosts = select_hosts(options)
-    limited = [host.name for host in hosts] if options.limit or options.exclude else []
+    limit = [host.name for host in hosts] if options.limit or options.exclude else []
     flags = ["--dry"] if options.dry else ["-y"]
-    argv = changes.pyinfra_command("up", options, limited, flags)
+    argv = changes.pyinfra_command("up", options, limit, flags)
     if code := _bootstrap(hosts, options):
         return code
-    if not options.dry and any(
-        required_names(host.settings, host.catalog)
-        .missing_in(read_lock(host.loaded.lock_path))
-        .names
-        for host in hosts
-    ):
+    if not options.dry and any(map(_has_unlocked_names, hosts)):
         update.lock_names(options, only_missing=True)
     plans = {host.name: build_plan(host) for host in hosts}
     answers = query(hosts, lambda host, target: read_state(host, plans[target.name]))
@@ -74,12 +69,18 @@ def up(options: Options) -> int:
     code = changes.deploy("up", hosts, options, failed=failed)
     if code == 0 and not options.dry:
         update.lock_donor_tensors(hosts)
-    if (code == 0 or (code == 1 and failed)) and not options.dry and not options.json:
+    was_deployed = code == 0 or (code == 1 and failed)  # at least to some hosts
+    if was_deployed and not options.dry and not options.json:
         chat_hosts = _chat_hosts(hosts, plans, answers)
         _print_answers([host for host in chat_hosts if host.name not in failed], options)
     if code == 0 and choice and not options.dry:
         _offer_to_save(choice, options)
     return code
+
+
+def _has_unlocked_names(host: Target) -> bool:
+    required = required_names(host.settings, host.catalog)
+    return bool(required.missing_in(read_lock(host.loaded.lock_path)).names)
 
 
 def _print_previews(
@@ -89,7 +90,7 @@ def _print_previews(
     options: Options,
 ) -> list[dict[str, Any]]:
     if options.json and not options.dry:
-        # If this check came later, its error would be a second JSON document.
+        # Fail before printing anything: a later error would be a second JSON document.
         changes.check_confirmable(options)
     previews = [preview(plans[answer.host.name], answer) for answer in answers]
     if options.json:
@@ -108,14 +109,16 @@ def _chat_hosts(
 ) -> list[Target]:
     """Return the hosts that serve a chat model and are not stopped."""
     stopped = {
-        a.host.name for a in answers if a.value and a.value.status.stop_message(MAIN_SERVICE)
+        answer.host.name
+        for answer in answers
+        if answer.value and answer.value.status.stop_message(MAIN_SERVICE)
     }
     chat = {name for name, plan in plans.items() if plan.release.check.task == "chat"}
     return [host for host in hosts if host.name in chat - stopped]
 
 
 def _temporary_choice(options: Options) -> str:
-    """Return MODEL, PROFILE or MODEL/PROFILE of the command line if settings files differ."""
+    """Return the command line's MODEL, PROFILE or MODEL/PROFILE; "" if settings files select it."""
     if not options.choice:
         return ""
     hosts = select_hosts(replace(options, model=None, profile=None), must_serve=False)
@@ -133,7 +136,8 @@ def _offer_to_save(choice: str, options: Options) -> None:
     if options.yes or not sys.stdin.isatty():
         note(f"to keep this choice, run `{command}`")
     elif click.confirm(f"Write this choice to your settings files ({command})?", err=True):
-        for edit in apply_choice(options, choice)[0]:
+        edits, _ = apply_choice(options, choice)
+        for edit in edits:
             note(edit_line(edit))
 
 
@@ -143,15 +147,18 @@ def _print_answers(hosts: list[Target], options: Options) -> None:
     except SparkError:  # the hosts are workers of a cluster, which do not answer clients
         return
     for host, server in zip(answering, make_connections(answering, options), strict=True):
-        tunnel = f" while `{next_command(options, 'connect', host.name, '--tunnel')}` runs"
-        print(f"{host.name}: {server.base_url}{tunnel if server.tunnel else ''}")
+        condition = ""
+        if server.tunnel:
+            command = next_command(options, "connect", host.name, "--tunnel")
+            condition = f" while `{command}` runs"
+        print(f"{host.name}: {server.base_url}{condition}")
         _print_answer(host, options)
 
 
 def _print_answer(host: Target, options: Options) -> None:
     """Send a question to a host as a client on this machine would; print the answer."""
     try:
-        result = ask_host(host, QUESTION, None, 512, print_answer=False)
+        result = ask_host(host, QUESTION, service=None, tokens=512, print_answer=False)
     except SparkError as error:  # the check passed, but this machine cannot reach the gateway
         note(f"{host.name}: did not answer a question from this machine:", "yellow")
         for problem in error.problems:
@@ -163,7 +170,7 @@ def _print_answer(host: Target, options: Options) -> None:
 
 
 def _bootstrap(hosts: Sequence[Target], options: Options) -> int:
-    """Bootstrap hosts without SSH key or sudo rule; return the exit code."""
+    """Bootstrap the hosts that lack our SSH key or sudo rule; return the exit code."""
     access = check_access(hosts)
     if access.unreachable and len(access.unreachable) == len(hosts):
         raise SparkError(list(access.problems()))
@@ -171,7 +178,7 @@ def _bootstrap(hosts: Sequence[Target], options: Options) -> int:
         return 0
     for endpoint in access.without_access:
         if not endpoint.is_local:
-            find_public_key(endpoint)  # raises before pyinfra starts if there is no key
+            find_public_key(endpoint)  # if there is no key, fail before pyinfra starts
     names = [endpoint.host for endpoint in access.without_access]
     if options.dry:
         fix = "run `spark-deploy up` without --dry"
@@ -195,9 +202,9 @@ class HostState:
 
 def read_state(host: Host, plan: HostPlan) -> HostState:
     """Read a host's status, the states of planned jobs and the last rollout."""
-    names = tuple(job.digest12 for job in _planned_jobs(plan))
+    digests = tuple(job.digest12 for job in _planned_jobs(plan))
     status = host.get_fact(Status)
-    jobs = host.get_fact(JobStates, jobs=names, target=PREPARE.unit(plan.release.name))
+    jobs = host.get_fact(JobStates, jobs=digests, target=PREPARE.unit(plan.release.name))
     service, last_rollout = status.service(MAIN_SERVICE), None
     if service:  # hosts without our tools have no rollouts
         release = service.active or service.known_good or plan.release.name
@@ -206,7 +213,7 @@ def read_state(host: Host, plan: HostPlan) -> HostState:
         )
         try:
             last_rollout = parse(Rollout, output.stdout) if ok else None
-        except DocumentError:  # the host tools have another version; only the duration is lost
+        except DocumentError:  # from another version of the host tools; not needed for the preview
             last_rollout = None
     return HostState(status, jobs, last_rollout)
 
@@ -220,23 +227,23 @@ def preview(plan: HostPlan, answer: Answer[HostState]) -> dict[str, Any]:
     state = answer.value
     if state is None:
         return {**answer.data(), "text": answer.problem, "changes": True}
-    reason = state.status.unproven_reason(MAIN_SERVICE, plan.release.name)
+    unproven_reason = state.status.unproven_reason(MAIN_SERVICE, plan.release.name)
     stopped = state.status.stop_message(MAIN_SERVICE)
     rollout = state.status.rollout(MAIN_SERVICE)
     text = f"already serves {plan.model} with {plan.profile}, which passed its check"
     if stopped:
         text = stopped
-    elif reason and rollout:
+    elif unproven_reason and rollout:
         text = f"{rollout_text(state.status, rollout)}; this run attaches to it"
         if rollout.release != plan.release.name:
             text = (
                 f"{rollout_text(state.status, rollout)}; run this command again after the rollout "
                 f"to change to {plan.model} with {plan.profile}"
             )
-    elif reason:
+    elif unproven_reason:
         text = "; ".join(_change_texts(plan, state))
     services = list(_service_changes(plan, state.status))
-    will_change = bool(services) or (bool(reason) and not stopped)
+    will_change = bool(services) or (bool(unproven_reason) and not stopped)
     return {**answer.data(), "text": "; ".join([text, *services]), "changes": will_change}
 
 
@@ -305,7 +312,7 @@ def _preparation_texts(plan: HostPlan, jobs: Jobs) -> Iterator[str]:
             state = jobs.states.get(job.digest12)
             fetched_bytes = (state.progress.bytes or 0) if state and state.progress else 0
             missing_bytes += max(0, (job.total_bytes or 0) - fetched_bytes)
-    downloads = [f"{format_size(missing_bytes)} of files"] * bool(missing_bytes)
+    downloads = [f"{format_size(missing_bytes)} of files"] if missing_bytes else []
     if any(job.kind in IMAGE_JOBS for job in pending) and plan.image.size_bytes:
         downloads.append(f"an image of {format_size(plan.image.size_bytes)}")
     if downloads:

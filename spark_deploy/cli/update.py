@@ -40,12 +40,15 @@ from spark_deploy.plan.types import CheckpointPlan, SourcePlan
     "--check", is_flag=True, help="Change nothing; exit with status 1 if a name is missing."
 )
 @click.option(
-    "--counted", is_flag=True, help="Read KV-cache sizes and FP8 source hashes from hosts."
-)
+    "--counted", "with_host_values", is_flag=True,
+    help="Read KV-cache sizes and FP8 source hashes from hosts.",
+)  # fmt: skip
 @shared_options(plans=True)
-def update(options: Options, only: Sequence[str], missing: bool, check: bool, counted: bool) -> int:
+def update(
+    options: Options, only: Sequence[str], missing: bool, check: bool, with_host_values: bool
+) -> int:
     return lock_names(
-        options, only, only_missing=missing, check_only=check, with_host_values=counted
+        options, only, only_missing=missing, check_only=check, with_host_values=with_host_values
     )
 
 
@@ -64,11 +67,10 @@ def lock_names(
     for path, hosts in hosts_by_lock.items():
         _reject_unknown_names(only, hosts)
         missing = only_missing or check_only
-        lock, names = _resolve(path, hosts, only, missing=missing, offline=check_only)
+        lock, names = _resolve(path, hosts, only, only_missing=missing, offline=check_only)
         if check_only:
-            problems = {f"{name} is not locked" for name in names} or set(
-                _unverified_problems(hosts, lock)
-            )
+            problems = {f"{name} is not locked" for name in names}
+            problems = problems or set(_unverified_problems(hosts, lock))
             for problem in sorted(problems):
                 note(f"{path.name}: {problem}")
             is_incomplete |= bool(problems)
@@ -84,32 +86,32 @@ def lock_names(
 
 
 def _resolve(
-    path: Path, hosts: list[Target], only: Sequence[str], *, missing: bool, offline: bool
+    path: Path, hosts: list[Target], only: Sequence[str], *, only_missing: bool, offline: bool
 ) -> tuple[Lock, set[str]]:
-    """Return the lock with the names that hosts require, and the selected names.
+    """Look up the names that hosts require; return the new lock and the selected names.
 
-    ``only`` and ``missing`` select names to look up; ``offline`` prevents the lookup.
+    ``only`` and ``only_missing`` select the names; ``offline`` prevents the lookup.
     """
     lock, selected = read_lock(path), set[str]()
-    required = [required_names(host.settings, host.catalog) for host in hosts]
-    check_single_revisions(set().union(*(names.sources for names in required)))
-    for host, names in zip(hosts, required, strict=True):
+    required_by_host = [required_names(host.settings, host.catalog) for host in hosts]
+    check_single_revisions(set().union(*(required.sources for required in required_by_host)))
+    for host, wanted in zip(hosts, required_by_host, strict=True):
         if only:
-            names = Names(
-                frozenset(source for source in names.sources if source[0] in only),
-                frozenset(image for image in names.images if image in only),
-            )
-        names = (names.missing_in(lock) if missing else names).without(selected)
-        selected.update(names.names)
-        if names.names and not offline:
+            sources = ((repo, revision) for repo, revision in wanted.sources if repo in only)
+            wanted = Names(frozenset(sources), wanted.images.intersection(only))
+        if only_missing:
+            wanted = wanted.missing_in(lock)
+        wanted = wanted.without(selected)
+        selected.update(wanted.names)
+        if wanted.names and not offline:
             engines = host.catalog.engines.engines
-            lock = resolve(lock, names, host.settings, engines, note)
+            lock = resolve(lock, wanted, host.settings, engines, note)
     return lock, selected
 
 
 def _reject_unknown_names(only: Sequence[str], hosts: list[Target]) -> None:
-    required = (required_names(host.settings, host.catalog) for host in hosts)
-    known = sorted({name for names in required for name in names.names})
+    required_by_host = (required_names(host.settings, host.catalog) for host in hosts)
+    known = sorted({name for required in required_by_host for name in required.names})
     for name in only:
         if name not in known:
             fix = suggest(name, known, f"choose from: {', '.join(known)}")
@@ -122,10 +124,10 @@ def _unverified_problems(hosts: list[Target], lock: Lock) -> Iterator[str]:
     """Yield builds whose tensor names are unverified, and repositories whose headers are unread."""
     for host in hosts:
         settings, catalog = host.settings, host.catalog
-        for question, _ in unverified_builds(settings, catalog, lock):
-            yield f"tensor names in {question.build} have not been verified"
-        for repository in unread_repositories(settings, catalog, lock):
-            yield f"headers of {repository.repository} have not been read"
+        for names, _ in unverified_builds(settings, catalog, lock):
+            yield f"tensor names in {names.build} have not been verified"
+        for unread in unread_repositories(settings, catalog, lock):
+            yield f"headers of {unread.repository} have not been read"
 
 
 def _write_lock(path: Path, lock: Lock) -> None:
@@ -135,20 +137,22 @@ def _write_lock(path: Path, lock: Lock) -> None:
         note(f"{path}: no changes; {count} names are locked")
         return
     write_lock(path, lock)
-    old, new = (
-        {
-            (kind, name): value
-            for kind in ("sources", "images", "names", "anatomies")
-            for name, value in getattr(version, kind).items()
-        }
-        for version in (before, lock)
-    )
-    moved = sum(1 for name in new.keys() & old.keys() if new[name] != old[name])
-    note(f"{path}: written ({len(new.keys() - old.keys())} added, {moved} moved)")
+    old, new = _entries(before), _entries(lock)
+    added_count = len(new.keys() - old.keys())
+    moved_count = sum(1 for key in new.keys() & old.keys() if new[key] != old[key])
+    note(f"{path}: written ({added_count} added, {moved_count} moved)")
+
+
+def _entries(lock: Lock) -> dict[tuple[str, str], object]:
+    return {
+        (kind, name): value
+        for kind in ("sources", "images", "names", "anatomies")
+        for name, value in getattr(lock, kind).items()
+    }
 
 
 def lock_donor_tensors(hosts: Sequence[Target]) -> None:
-    """Lock the hashes of FP8 source tensors after a first build, unless `locked` is `required`."""
+    """After a first build, lock the hashes of its FP8 source tensors, unless `locked: required`."""
     hosts_by_lock: dict[Path, list[Target]] = {}
     for host in hosts:
         lock = read_lock(host.loaded.lock_path)
@@ -157,9 +161,9 @@ def lock_donor_tensors(hosts: Sequence[Target]) -> None:
             for names, _ in _donor_builds(host)
         ):
             hosts_by_lock.setdefault(host.loaded.lock_path, []).append(host)
-    for path, unlocked in hosts_by_lock.items():
+    for path, hosts_without_hash in hosts_by_lock.items():
         lock = before = read_lock(path)
-        for host, status in query_or_note(unlocked, read_status):
+        for host, status in query_or_note(hosts_without_hash, read_status):
             lock = _with_donor_hashes(lock, host, status)
         if lock != before:
             _write_lock(path, lock)
@@ -167,18 +171,19 @@ def lock_donor_tensors(hosts: Sequence[Target]) -> None:
 
 def _donor_builds(host: Target) -> Iterator[tuple[VerifiedNames, CheckpointPlan]]:
     """Yield the builds of a host that read FP8 source tensors, with their names in the lock."""
-    plan = build_plan(host)
-    for served in (*plan.served, *plan.ready):
-        tree = served.checkpoint
-        if tree and tree.donor and isinstance(tree.base, SourcePlan):
-            yield names_to_verify(tree.build, tree.base.locked, tree.donor), tree
+    host_plan = build_plan(host)
+    for served in (*host_plan.served, *host_plan.ready):
+        plan = served.checkpoint
+        if plan and plan.donor and isinstance(plan.base, SourcePlan):
+            yield names_to_verify(plan.build, plan.base.locked, plan.donor), plan
 
 
 def _with_donor_hashes(lock: Lock, host: Target, status: HostStatus) -> Lock:
     states = {state.title: state for state in (status.report.jobs if status.report else ())}
     for names, build in _donor_builds(host):
         state = states.get(built_title(build))
-        sha256, locked = state.donor_sha256 if state else None, lock.donor_sha256(names)
+        sha256 = state.donor_sha256 if state else None
+        locked = lock.donor_sha256(names)
         if sha256 is None or not lock.has_result_for(names):
             continue
         if locked not in (None, sha256):

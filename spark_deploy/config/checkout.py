@@ -70,7 +70,7 @@ class _NoDuplicates(_Loader):  # type: ignore[misc]
         return mapping
 
     def construct_number(self, node: yaml.ScalarNode) -> Any:
-        """Return YAML's base-60 numbers as text: 22:00 is a time, and long ones parse slowly."""
+        """Return base-60 numbers as text: 22:00 means a time, and long ones take long to parse."""
         if ":" in node.value:
             return self.construct_scalar(node)
         is_int = node.tag.endswith(":int")
@@ -98,15 +98,15 @@ _MAX_YAML_LEVELS = 100
 
 
 def _load(path: Path, loader: Any) -> Any:
-    """Return the plain data of a YAML file; raise before the parser crashes or takes minutes."""
+    """Return the plain data of a YAML file; reject a file that would crash or stall the parser."""
     with path.open("rb") as file:
         data = file.read(_MAX_BYTES + 1)
     if len(data) > _MAX_BYTES:
         raise _TooLargeError(f"the file is larger than {_MAX_BYTES} bytes")
     text = data.decode("utf-8")
     depth = 0
-    for number, event in enumerate(yaml.parse(text, Loader=_Loader)):
-        if number > _MAX_EVENTS:
+    for event_count, event in enumerate(yaml.parse(text, Loader=_Loader)):
+        if event_count > _MAX_EVENTS:
             raise _TooLargeError(f"the file has more than {MAX_VALUES} values")
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
@@ -121,9 +121,9 @@ def _load(path: Path, loader: Any) -> Any:
 def read_mapping(
     path: Path, *, label: str, is_foreign: bool = False
 ) -> tuple[dict[str, Any], list[Problem]]:
-    """Return the mapping in a YAML file, empty if missing, and the file's problems.
+    """Return the mapping in a YAML file (empty if it has none), and the file's problems.
 
-    ``label`` is the file's name in messages. Dates in a foreign document stay text.
+    ``label`` is the file's name in messages. Dates in third-party files (``is_foreign``) stay text.
     """
     try:
         data = _load(path, _DatesAreText if is_foreign else _NoDuplicates)
@@ -153,7 +153,7 @@ def read_mapping(
 
 
 def _yaml_problem(error: yaml.YAMLError, path: Path, label: str) -> Problem:
-    """Describe a syntax error; PyYAML's message about tabs is replaced."""
+    """Describe a syntax error; replace PyYAML's message about tabs."""
     mark = getattr(error, "problem_mark", None)
     where = f"{label} line {mark.line + 1}" if mark else label
     message = str(getattr(error, "problem", None) or "is not YAML")

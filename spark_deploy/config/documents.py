@@ -126,8 +126,9 @@ def digest_of(value: Any) -> str:
 def schema_of(cls: type[Any], name: str) -> Schema:
     """Return the JSON schema (2020-12) of a document class, without references."""
     raw = _adapter(cls).json_schema(schema_generator=_WithDocstrings)
+    definitions = raw.pop("$defs", {})
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": f"{name}.schema.json"}
-    return {**head, **_simplify(raw, raw.pop("$defs", {}))}
+    return {**head, **_simplify(raw, definitions)}
 
 
 class _WithDocstrings(GenerateJsonSchema):
@@ -135,10 +136,10 @@ class _WithDocstrings(GenerateJsonSchema):
 
     def dataclass_schema(self, schema: core_schema.DataclassSchema) -> Schema:
         result = super().dataclass_schema(schema)
-        # pydantic lists fields without ``Field(...)`` last.
-        declared = result["properties"]
-        order = [name for name in schema["cls"].__dataclass_fields__ if name in declared]
-        result["properties"] = {name: declared[name] for name in dict.fromkeys([*order, *declared])}
+        # Restore the order of the fields: pydantic lists those without ``Field(...)`` last.
+        properties = result["properties"]
+        fields = [name for name in schema["cls"].__dataclass_fields__ if name in properties]
+        result["properties"] = {name: properties[name] for name in fields} | properties
         for cls in schema["cls"].__mro__[:-1]:
             for name, text in _field_docstrings(cls).items():
                 if name in result["properties"]:
@@ -149,22 +150,22 @@ class _WithDocstrings(GenerateJsonSchema):
 @functools.cache
 def _field_docstrings(cls: type[Any]) -> dict[str, str]:
     """Return the docstring below each field of a class, read from its source."""
-    [body] = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
-    pairs = itertools.pairwise(body.body) if isinstance(body, ast.ClassDef) else ()
+    [definition] = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    statements = definition.body if isinstance(definition, ast.ClassDef) else ()
     return {
         field.target.id: str(text.value.value)
-        for field, text in pairs
+        for field, text in itertools.pairwise(statements)
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
         and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
     }  # fmt: skip
 
 
 def _simplify(node: Schema, definitions: Schema) -> Schema:
-    """Simplify one level of pydantic's schema for error messages and editors."""
+    """Simplify pydantic's schema for error messages and editors."""
     referenced = node.get("$ref", "").rpartition("/")[2]
     node = {**definitions.get(referenced, {}), **node}
     node = {key: value for key, value in node.items() if key not in ("title", "$ref")}
-    if node.get("default", 0) is None:
+    if "default" in node and node["default"] is None:
         del node["default"]  # YAML editors would insert it
     if "description" in node:
         node["description"] = " ".join(node["description"].split())
@@ -186,7 +187,7 @@ def _simplify(node: Schema, definitions: Schema) -> Schema:
 
 
 def _merge_null(forms: list[Schema], rest: Schema) -> Schema:
-    """Return ``X or null`` as one level, so that error messages are about X."""
+    """Turn ``anyOf: [X, null]`` into X that may be null, so that error messages describe X."""
     form, *more = [form for form in forms if form != {"type": "null"}]
     if more or "anyOf" in form:
         return {"anyOf": forms, **rest}
@@ -198,7 +199,7 @@ def _merge_null(forms: list[Schema], rest: Schema) -> Schema:
 def _take_required(node: Schema) -> Schema:
     """Remove ``required`` from a schema, at all levels; return it as a separate schema."""
     removed: Schema = {"required": node.pop("required")} if "required" in node else {}
-    inner = {key: _take_required(value) for key, value in node.get("properties", {}).items()}
-    if inner := {key: value for key, value in inner.items() if value}:
-        removed["properties"] = inner
+    for key, value in node.get("properties", {}).items():
+        if inner := _take_required(value):
+            removed.setdefault("properties", {})[key] = inner
     return removed

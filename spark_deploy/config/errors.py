@@ -68,7 +68,7 @@ def printable(text: str) -> str:
 def one_line(text: object) -> str:
     """Return the first line of untrusted text without control characters."""
     line = printable((str(text).strip().splitlines() or ["no reason given"])[0])[:300]
-    # This also replaces unassigned characters.
+    # ``printable`` does not replace unassigned characters.
     return "".join(char if char.isprintable() else "\ufffd" for char in line)
 
 
@@ -84,6 +84,5 @@ def printable_output(line: str) -> str:
 
 
 def _replace_escape(match: re.Match[str]) -> str:
-    if _TAB_OR_NEWLINE.search(match[0]):
-        return match[0]
-    return f"{match[1]}\\ufffd"
+    escape, backslashes_before = match[0], match[1]
+    return escape if _TAB_OR_NEWLINE.search(escape) else f"{backslashes_before}\\ufffd"

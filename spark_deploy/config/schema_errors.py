@@ -33,9 +33,9 @@ _URL = re.compile(r'://[^\s"]*')
 def schema_problems(
     data: Any, schema: Schema, where: Callable[[KeyPath], str]
 ) -> Iterator[Problem]:
-    """Yield all mistakes in plain ``data``, compared with a JSON ``schema``.
+    """Yield everything in plain ``data`` that violates a JSON ``schema``.
 
-    ``where`` returns the file that set a key path.
+    ``where`` returns the file that sets a key path.
     """
 
     def full_key(path: KeyPath) -> str:
@@ -62,9 +62,9 @@ def schema_problems(
 def _match_pattern(
     validator: Any, pattern: str, instance: Any, schema: Schema
 ) -> Iterator[jsonschema.ValidationError]:
-    """Match patterns as JSON schema does: unlike in Python, ``$`` is only the end of the text."""
-    whole = re.sub(r"(?<!\\)\$", r"\\Z", pattern)
-    if isinstance(instance, str) and not re.search(whole, instance):
+    """Match ``$`` only at the end of the text, as JSON schema does, not before a final newline."""
+    python_pattern = re.sub(r"(?<!\\)\$", r"\\Z", pattern)
+    if isinstance(instance, str) and not re.search(python_pattern, instance):
         yield jsonschema.ValidationError(f"{instance!r} does not have the required form")
 
 
@@ -109,11 +109,11 @@ def _message(error: jsonschema.ValidationError) -> str:
     value = json.dumps(error.instance, default=str, ensure_ascii=False)
     value = _URL.sub(_remove_login, value)  # people paste messages into issues
     value = value if len(value) <= 60 else value[:57] + "..."
-    limit: Any = error.validator_value
+    expected: Any = error.validator_value
     if error.validator == "type":
-        return f"{value} is not {_in_words(limit)}"
+        return f"{value} is not {_in_words(expected)}"
     if error.validator == "enum":
-        accepted = ", ".join("null" if item is None else str(item) for item in limit)
+        accepted = ", ".join("null" if item is None else str(item) for item in expected)
         return f"{value} is not one of {accepted}"
     if error.validator in ("oneOf", "anyOf"):
         return f"{value} has none of the accepted forms"
@@ -123,23 +123,23 @@ def _message(error: jsonschema.ValidationError) -> str:
 
 def _fix(error: jsonschema.ValidationError) -> str:
     schema = error.schema if isinstance(error.schema, dict) else {}
-    limit: Any = error.validator_value
+    expected: Any = error.validator_value
     if error.validator == "type":
-        if "string" in limit and isinstance(error.instance, (int, float)):
+        if "string" in expected and isinstance(error.instance, (int, float)):
             return f'write it in quotes: "{error.instance}"'
-        return f"write {_in_words(limit)}{_limits(schema)}{_example(schema)}"
+        return f"write {_in_words(expected)}{_limits(schema)}{_example(schema)}"
     if error.validator == "enum":
-        return suggest(str(error.instance), map(str, limit), "use one of these")
+        return suggest(str(error.instance), map(str, expected), "use one of these")
     if error.validator == "required":
         present: Any = error.instance
-        return f"add {', '.join(name for name in limit if name not in present)}"
-    forms = limit if error.validator in ("oneOf", "anyOf") else [schema]
+        return f"add {', '.join(name for name in expected if name not in present)}"
+    forms = expected if error.validator in ("oneOf", "anyOf") else [schema]
     if texts := [form["patternErrorMessage"] for form in forms if "patternErrorMessage" in form]:
         return " or ".join(texts)
     fixes = {
-        "minimum": f"use {limit} or more",
-        "exclusiveMinimum": f"use more than {limit}",
-        "maximum": f"use {limit} or less",
+        "minimum": f"use {expected} or more",
+        "exclusiveMinimum": f"use more than {expected}",
+        "maximum": f"use {expected} or less",
         "uniqueItems": "list each value once",
         "minLength": "write at least one character, or remove the key",
         "minItems": "list at least one value",
@@ -171,7 +171,8 @@ def _example(schema: Schema) -> str:
 def dotted(path: Sequence[str | int]) -> str:
     text = ""
     for part in path:
-        text += f"[{part}]" if isinstance(part, int) else f"{'.' if text else ''}{part}"
+        separator = "." if text else ""
+        text += f"[{part}]" if isinstance(part, int) else f"{separator}{part}"
     return text if text.isprintable() else ascii(text)
 
 
@@ -188,11 +189,12 @@ def unusable_values(data: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, st
                 label = repr(key)[:60]
                 yield path, f"{label} is not text", f'write it in quotes: "{label}"'
             else:
+                # Check the key's text too.
                 yield from unusable_values(key, path or (key,))
                 yield from unusable_values(value, (*path, key))
     elif isinstance(data, list):
-        for number, value in enumerate(data):
-            yield from unusable_values(value, (*path, number))
+        for index, value in enumerate(data):
+            yield from unusable_values(value, (*path, index))
     else:
         yield from ((path, message, fix) for message, fix in _scalar_problems(data))
 

@@ -50,7 +50,7 @@ class LoginAccess(HostFact[Access]):
             "echo '== user'; id -un; id -u",
             *(keys if public_key else ()),  # an empty pattern matches every line
             "echo '== sudo'; command -v sudo >/dev/null && echo installed",
-            # -k: ignore a password typed on this machine minutes ago.
+            # -k: ignore a password that sudo still remembers.
             "sudo -k -n true 2>/dev/null && echo passwordless",
             f"echo '== sudoers'; sudo -n cat {shlex.quote(sudoers_path)} 2>/dev/null",
             "echo '== from'; echo \"${SSH_CONNECTION%% *}\"",
@@ -80,7 +80,7 @@ def read_state(plan: BootstrapPlan) -> Access:
 
 
 def authorized_keys_line(plan: BootstrapPlan, access: Access) -> str:
-    """Return our line for authorized_keys; keep an existing address list if none is set."""
+    """Return our line for authorized_keys; if no addresses are set, keep those of our old line."""
     if not plan.allowed_from and access.account_key.startswith('from="'):
         return access.account_key
     addresses = ",".join(plan.allowed_from) or access.login_address
@@ -112,7 +112,7 @@ def install_key(plan: BootstrapPlan) -> Commands:
 
 @host_operation
 def create_account(plan: BootstrapPlan, password: HiddenValue | None) -> Commands:
-    """Create the deploy account; the login user loses only the sudo rule that we wrote earlier."""
+    """Create the deploy account; the login user loses at most a sudo rule that we wrote earlier."""
     access = read_state(plan)
     line, rule = authorized_keys_line(plan, access), sudoers(ACCOUNT)
     if access.account_exists and access.account_key == line and access.sudoers == rule:
@@ -128,7 +128,7 @@ def create_account(plan: BootstrapPlan, password: HiddenValue | None) -> Command
 
 
 def _account_script(public_key: str, line: str) -> str:
-    """Return the script that creates the account, which cannot add keys: root owns its key file."""
+    """Return the script that creates the account; root owns its key file, so it cannot add keys."""
     return f"""set -e; umask 022
 if ! getent passwd {ACCOUNT} >/dev/null; then
   useradd --system --user-group --no-create-home --home-dir {ACCOUNT_HOME} --shell /bin/sh \\
@@ -144,7 +144,7 @@ chmod 0644 $k.new; sync $k.new; mv -fT $k.new $k"""
 def _run_as_root(
     state: State, host: Host, script: str, is_root: bool, password: HiddenValue | None
 ) -> bool:
-    # -k: otherwise sudo may leave the password on the script's input.
+    # -k: sudo always reads the password, which the script would otherwise get as input.
     sudo = "" if is_root else "LC_ALL=C sudo -k -S -p '' "
     try:
         stdin = password.unmask() if password else ""
@@ -170,7 +170,7 @@ def revoke_access(plan: BootstrapPlan, check: FunctionCommand) -> Commands:
         yield check
         return
     if access.user != ACCOUNT and access.key_installed:
-        # New logins fail from here on; the open connection still works.
+        # From here on, new logins fail, but the open connection still works.
         yield StringCommand(
             f"set -e; umask 077; k={_LOGIN_KEYS}; "
             f"{{ grep -vF -- {_key_body(plan.public_key)} $k || :; }} > $k.new; mv -f $k.new $k",
@@ -205,7 +205,7 @@ def allow_sudo(plan: BootstrapPlan, password: HiddenValue | None) -> Commands:
 
 
 def _sudo_rule_script(path: str, content: str) -> str:
-    # visudo checks the rule before it is active: sudo ignores files with a dot in the name.
+    # visudo checks the rule in a file that sudo ignores, because its name contains a dot.
     candidate, target = shlex.quote(f"{path}.new"), shlex.quote(path)
     return f"""set -e; umask 0337
 printf '%s' {shlex.quote(content)} > {candidate}
@@ -218,7 +218,8 @@ visudo -cq || {{ rm -f {target}; echo 'visudo rejected the combination of all ru
 def _write_sudoers(
     state: State, host: Host, path: str, content: str, password: HiddenValue | None
 ) -> bool:
-    if not _run_as_root(state, host, _sudo_rule_script(path, content), False, password):
+    script = _sudo_rule_script(path, content)
+    if not _run_as_root(state, host, script, is_root=False, password=password):
         return False
     try:
         run(host, "sudo -k; sudo -n true", timeout_s=30)

@@ -72,13 +72,13 @@ class BaseState(HostFact[Base]):
 
     def process(self, output: list[str]) -> Base:
         sections = parse_sections(output)
-        files = (line.split("|", 3) for line in sections["directories"])
+        entries = (line.split("|", 3) for line in sections["directories"])
         stale = (line.split()[0] for line in sections["stale-units"] if line.endswith(" yes"))
         return Base(
             packages=parse_packages(sections["packages"]),
             interrupted=tuple(sections["interrupted"]),
             directories={
-                path: (mode, owner) for kind, mode, owner, path in files if kind == "directory"
+                path: (mode, owner) for kind, mode, owner, path in entries if kind == "directory"
             },
             stale_units=tuple(stale),
             boot_target=sections.first("boot-target"),
@@ -186,7 +186,7 @@ def install_packages(plan: BasePlan, packages: Sequence[str] = ()) -> Commands:
     state, planned = read_state(plan), packages or planned_packages(plan)
     missing = [package for package in planned if package not in state.packages]
     for variants in (NGINX, NJS_MODULES):
-        if not state.packages.keys().isdisjoint(variants):
+        if any(variant in state.packages for variant in variants):
             missing = [package for package in missing if package not in variants]
     if not packages:
         missing += [package for package in state.interrupted if package not in missing]
@@ -217,7 +217,8 @@ def create_directories(plan: BasePlan) -> Commands:
 def hold_driver(plan: BasePlan) -> Commands:
     is_held = "hold-driver" not in plan.settings.skip
     if not (yield from sync_files((HOLD_FILE,), enabled=is_held)):
-        host.noop(f"unattended upgrades {'skip driver packages' if is_held else 'are not managed'}")
+        behavior = "skip driver packages" if is_held else "are not managed"
+        host.noop(f"unattended upgrades {behavior}")
 
 
 @host_operation

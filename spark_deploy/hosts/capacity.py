@@ -56,12 +56,13 @@ def resource_findings(plan: PreflightPlan, survey: Survey) -> Iterator[Finding]:
 def competing_containers(
     containers: Sequence[Container], allowed: Sequence[str] = ()
 ) -> tuple[Container, ...]:
-    """Return unmanaged engines that run, or that docker will restart."""
+    """Return unmanaged engines, except allowed ones, that run or that docker will restart."""
     return tuple(
         container
         for container in containers
-        if container.is_engine and not container.managed
-        if (container.alive or container.restarts) and container.name not in allowed
+        if container.is_engine
+        and (container.alive or container.restarts)
+        and not (container.managed or container.name in allowed)
     )
 
 
@@ -100,7 +101,7 @@ def _port_findings(plan: PreflightPlan, survey: Survey) -> Iterator[Finding]:
 
 
 def _memory_holder_problems(plan: PreflightPlan, survey: Survey) -> Iterator[Problem]:
-    """Yield processes that use much memory or the GPU and are neither managed nor allowed."""
+    """Yield processes that use a lot of memory or the GPU, unless they are managed or allowed."""
     allowed_names = {*plan.takeover, *plan.allow_containers}
     known_containers = {
         container.id
@@ -136,7 +137,7 @@ class DiskDemand:
 
 
 def disk_demands(plan: PreflightPlan, survey: Survey) -> tuple[DiskDemand, ...]:
-    """Add up the bytes to write per filesystem, without files that exist or can be linked."""
+    """Add up the bytes to write to each filesystem, except files that exist or can be linked."""
     usage_by_path = {usage.path: usage for usage in survey.disk_usage}
     demands: dict[str, DiskDemand] = {}
     for path, size_bytes in plan.disk_needed_bytes:
@@ -154,7 +155,7 @@ def disk_demands(plan: PreflightPlan, survey: Survey) -> tuple[DiskDemand, ...]:
 
 
 def _present_bytes(plan: PreflightPlan, survey: Survey, usage: DiskUsage, size_bytes: int) -> int:
-    """Return how many bytes of the planned size need no more space."""
+    """Return how many bytes of the planned size need no additional space."""
     if usage.path == DOCKER_DIR:
         if plan.images and set(plan.images) <= set(survey.images):
             return size_bytes
@@ -207,7 +208,7 @@ def _writable_parent_findings(survey: Survey) -> Iterator[Finding]:
             yield error(
                 parent.path,
                 f"{parent.write_risk}, so verified models in it could be replaced",
-                "move paths to directories whose parents are writable only by root, "
+                "set the paths to directories whose parents only root can write to, "
                 f"or run `chown root: {parent.path} && chmod go-w {parent.path}`",
             )
 
@@ -219,15 +220,15 @@ def _memory_findings(plan: PreflightPlan, survey: Survey) -> Iterator[Finding]:
             f"the host has {memory.total_bytes / GIB:.1f} GiB of memory, "
             f"but the plan expects {plan.memory_total_min_bytes / GIB:.1f} GiB"
         )
-        total = _floor(memory.total_bytes / GIB, 1)
+        host_gib = _floor(memory.total_bytes / GIB, 1)
         if memory.total_bytes < plan.memory_needed_bytes:
             fix = (
                 "choose a smaller model or profile for this host; "
-                f"`spark-deploy plan --data memory.total_gib={total}` shows whether a model fits"
+                f"`spark-deploy plan --data memory.total_gib={host_gib}` shows whether a model fits"
             )
             yield error("memory", f"{message}, and the engine needs {needed}", fix)
             return
-        fix = f"set memory.total_gib to {total} for this host, and plan again"
+        fix = f"set memory.total_gib to {host_gib} for this host, and plan again"
         yield error("memory", message, fix)
     obtainable_bytes = survey.obtainable_bytes
     if obtainable_bytes is None:

@@ -71,19 +71,19 @@ def check_gateway_certificate(plan: GatewayPlan) -> list[Problem]:
 def check_certificate_and_key(certificate: str, key: str, name: str) -> list[Problem]:
     problems: list[Problem] = []
     chain = _read(certificate, "serve.tls_certificate", x509.load_pem_x509_certificates, problems)
-    private = _read(key, "serve.tls_key", load_key, problems)
+    private_key = _read(key, "serve.tls_key", load_key, problems)
 
     def add(setting: str, message: str, fix: str) -> None:
         problems.append(Problem(f"serve.{setting}", message, fix))
 
-    if private is not None and Path(key).expanduser().stat().st_mode & 0o007:
+    if private_key is not None and Path(key).expanduser().stat().st_mode & 0o007:
         fix = f"run `chmod 600 {key}`; if others may have read it, replace key and certificate"
         add("tls_key", f"{key} can be read by every user of this machine", fix)
     if chain is None:
         return problems
     leaf = chain[0]
     begin, end = leaf.not_valid_before_utc, leaf.not_valid_after_utc
-    if private is not None and public_key_pem(leaf) != public_key_pem(private):
+    if private_key is not None and public_key_pem(leaf) != public_key_pem(private_key):
         fix = "set the matching key; the certificate file must start with the host's certificate"
         add("tls_key", f"{key} does not match {certificate}", fix)
     if not begin <= now() < end:
@@ -209,9 +209,8 @@ def renewal_reason(
 def issue_certificate(
     names: Sequence[str], ca_dir: str, days: int = LEAF_DAYS
 ) -> CertificateAndKey:
-    authority = _extend_permitted_names(
-        _read_authority(ca_dir) or _create_authority(ca_dir, names), names, ca_dir
-    )
+    authority = _read_authority(ca_dir) or _create_authority(ca_dir, names)
+    authority = _extend_permitted_names(authority, names, ca_dir)
     key = ec.generate_private_key(ec.SECP256R1())
     end = min(now() + timedelta(days=days), authority.certificate.not_valid_after_utc)
     general_names: list[x509.GeneralName] = [
@@ -220,7 +219,7 @@ def issue_certificate(
     ]
     issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.key.public_key())
     builder = (
-        # Clients would match a bare common name if there were no DNS name.
+        # Not only the host's name: without a DNS name, clients would match the common name.
         _certificate_builder(_common_name(f"gateway of {names[0]}"), end, key)
         .issuer_name(authority.certificate.subject)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)

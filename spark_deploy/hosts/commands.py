@@ -37,7 +37,10 @@ def log_once(text: str, color: str | None = None) -> None:
     logged = _logged.setdefault(current_host(), set())
     if text not in logged:
         logged.add(text)
-        host.log_styled(text, fg=color) if color else host.log(text)
+        if color:
+            host.log_styled(text, fg=color)
+        else:
+            host.log(text)
 
 
 def record_planned_change(change: str) -> None:
@@ -108,7 +111,7 @@ def heartbeat(host: Host, activity: str) -> Iterator[None]:
 def host_loop(items: Iterable[T]) -> Iterator[T]:
     """Loop over items whose operations differ between hosts.
 
-    pyinfra 3.10 identifies operations by line number: a plain ``for`` would mix up the hosts.
+    pyinfra 3.10 identifies operations by line number, so a plain ``for`` would mix up the hosts.
     """
     yield from host.loop(list(items))  # type: ignore[no-untyped-call]  # untyped in pyinfra
 
@@ -173,7 +176,7 @@ def run_reconnecting(host: Host, script: str) -> ScriptResult:
 
 
 def is_disconnected(host: Host) -> bool:
-    """Return whether the SSH connection to a host is lost; local hosts have none."""
+    """Return whether the SSH connection to a host is lost; False for a local host."""
     client = getattr(getattr(host, "connector", None), "client", None)
     if client is None:
         return False

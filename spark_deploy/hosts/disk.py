@@ -41,7 +41,7 @@ class ParentDirectory:
         """Return why users other than root can write here; "" if they cannot."""
         if self.owner != "root":
             return f"{self.owner} owns this directory"
-        if self.mode & stat.S_ISVTX:  # sticky: root's entries stay root's
+        if self.mode & stat.S_ISVTX:  # sticky: other users cannot replace root's entries
             return ""
         if self.mode & stat.S_IWOTH:
             return "every user can write to this directory"
@@ -67,18 +67,18 @@ image_store=${image_store%%|*}
 def disk_script(paths: Sequence[str], docker_dirs: Sequence[str] = ()) -> str:
     """Return a script that prints the filesystem of each path or its nearest existing parent."""
     quoted_paths = " ".join(shlex.quote(path) for path in dict.fromkeys(paths))
-    skip = "|".join(shlex.quote(path) for path in docker_dirs) or "''"
+    in_docker = "|".join(shlex.quote(path) for path in docker_dirs) or "''"
     return rf"""
 {_IMAGE_STORE}
 echo '== paths'
 for path in {quoted_paths}; do
   folder=$path
-  case $path in {skip}) folder=${{image_store:-$path}} ;; esac
+  case $path in {in_docker}) folder=${{image_store:-$path}} ;; esac
   existing=$folder
   while [ ! -d "$existing" ]; do existing=$(dirname "$existing"); done
   used=0
   case $path in
-    {skip}) ;;
+    {in_docker}) ;;
     *) [ -d "$path" ] && used=$(du -sk --apparent-size "$path" | cut -f1) ;;
   esac
   df -Pk "$existing" | awk -v path="$path" -v used="$used" -v folder="$folder" \
@@ -125,8 +125,8 @@ def parse_reclaimable(lines: Iterable[str]) -> dict[str, int]:
             row = json.loads(line)
             size = re.match(r"([\d.]+)([kKMGT]?B)( |$)", str(row.get("Reclaimable", "")))
             if size and float(size[1]):
-                kind = str(row.get("Type", "")).lower()
-                sizes[kind] = int(float(size[1]) * _UNITS[size[2]])
+                kind, unit = str(row.get("Type", "")).lower(), size[2]
+                sizes[kind] = int(float(size[1]) * _UNITS[unit])
     return sizes
 
 
@@ -186,20 +186,20 @@ done
 
 
 def parse_stored(lines: Iterable[str]) -> StoredFiles:
-    """Keep the files whose hash is their name or is in a receipt."""
+    """Return the files whose hash is known, because it is their name or is in a receipt."""
     devices, files = {}, []
     receipt_hashes: dict[tuple[str, int], str] = {}  # path and size -> sha256
     for line in lines:
-        kind, *fields = line.split("\t", 3)
-        if kind == "device" and len(fields) == 2:
-            devices[fields[0]] = fields[1]
-        elif kind == "file" and len(fields) == 3 and fields[1].isdigit():
-            files.append((fields[0], int(fields[1]), fields[2]))
-        elif kind == "receipt" and len(fields) == 2:
-            with suppress(DocumentError):
-                for file in receipts.parse(fields[1]).files:
-                    if file.sha256 is not None:
-                        receipt_hashes[f"{fields[0]}/{file.path}", file.size_bytes] = file.sha256
+        match line.split("\t", 3):
+            case ["device", path, device]:
+                devices[path] = device
+            case ["file", device, digits, path] if digits.isdigit():
+                files.append((device, int(digits), path))
+            case ["receipt", folder, text]:
+                with suppress(DocumentError):
+                    for file in receipts.parse(text).files:
+                        if file.sha256 is not None:
+                            receipt_hashes[f"{folder}/{file.path}", file.size_bytes] = file.sha256
     hashed_files, folders = [], {}
     for device, size, path in files:
         folder, _, name = path.rpartition("/")

@@ -128,7 +128,7 @@ systemctl start docker.socket && systemctl start docker.service && up"""
 
 @host_command
 def start_engine(state: State, host: Host, allowed: Sequence[str]) -> bool:
-    """Start docker; fail if it starts other engines, which preflight could not see."""
+    """Start docker; fail if this starts other engines, which preflight could not see."""
     _bring_up(host, "systemctl enable --now docker")
     lines = run(host, build_script("exec 2>/dev/null", CONTAINERS_SCRIPT), timeout_s=60)
     containers = tuple(parse_containers(split_sections(lines)["containers"]))
@@ -151,7 +151,7 @@ def apply_keys(
     planned: Mapping[str, Any],
     keys: tuple[str, ...],
 ) -> bool:
-    """Reload the daemon; restart it if the keys need it."""
+    """Reload the daemon, or restart it if a reload does not apply the keys."""
     if set(keys) <= RELOADABLE:
         try:
             run(host, "systemctl reload docker && sleep 1", timeout_s=60)
@@ -249,8 +249,8 @@ def merge_daemon_json(plan: DockerPlan) -> Commands:
         host.noop("daemon.json has our keys")
         return
     # Back up the owner's file only once.
-    copy = shlex.quote(backup_path(DAEMON_JSON))
-    yield f"[ ! -e {DAEMON_JSON} ] || cp -np {DAEMON_JSON} {copy}"
+    backup = shlex.quote(backup_path(DAEMON_JSON))
+    yield f"[ ! -e {DAEMON_JSON} ] || cp -np {DAEMON_JSON} {backup}"
     yield write_command([ManagedFile(DAEMON_JSON, f"{json.dumps(planned, indent=4)}\n".encode())])
 
 
@@ -258,8 +258,8 @@ def merge_daemon_json(plan: DockerPlan) -> Commands:
 def run_engine(plan: DockerPlan) -> Commands:
     """Make docker use our keys: reload it if that is enough, otherwise restart it.
 
-    `docker info` shows the keys in use, so an interrupted run is completed and an edited file
-    causes no restart.
+    `docker info` shows the keys in use: an interrupted run may have written daemon.json without
+    applying it, and an edited daemon.json may contain the same keys.
     """
     state = read_state(plan)
     if "docker" in state.silent:
@@ -284,8 +284,8 @@ def run_engine(plan: DockerPlan) -> Commands:
 def keys_not_in_effect(planned: Mapping[str, Any], state: Docker) -> tuple[str, ...]:
     """Return our keys that the daemon does not use yet.
 
-    A key that `docker info` does not show counts as unused if the file will change, or has changed
-    since the daemon started.
+    `docker info` does not show some keys. They count as unused if daemon.json must change, or has
+    changed since the daemon started.
     """
     present = parse_daemon_json(state.daemon_json or "")
     is_newer = state.daemon_json_mtime_s > state.started_at_s
@@ -300,7 +300,7 @@ def keys_not_in_effect(planned: Mapping[str, Any], state: Docker) -> tuple[str, 
 @host_operation
 def add_users(plan: DockerPlan) -> Commands:
     groups = read_state(plan).groups
-    missing = [user for user in plan.users if GROUP not in groups.get(user, (GROUP,))]
+    missing = [user for user in plan.users if user in groups and GROUP not in groups[user]]
     unknown = [user for user in plan.users if user not in groups]
     if unknown:
         message = f"no such user on this host: {', '.join(unknown)}"
@@ -322,8 +322,8 @@ def add_users(plan: DockerPlan) -> Commands:
 def generate_cdi(plan: DockerPlan) -> Commands:
     """Generate a CDI specification for the loaded driver, if the host uses CDI.
 
-    A specification for an older driver lists libraries that no longer exist; docker 29 uses it for
-    `--gpus`.
+    Docker 29 uses the specification for `--gpus`. If it is for an older driver, it lists libraries
+    that no longer exist.
     """
     state = read_state(plan)
     loaded = state.driver_version
@@ -337,7 +337,7 @@ def generate_cdi(plan: DockerPlan) -> Commands:
         yield f"nvidia-ctk cdi generate --output={gpu.SPECIFICATION}"
         return
     if not outdated:
-        host.noop("CDI is not used" if not state.cdi else "CDI matches the driver")
+        host.noop("CDI matches the driver" if state.cdi else "CDI is not used")
     for path, version in outdated.items():
         log(f"{path} is for driver {version}, but driver {loaded} is loaded")
         yield f"nvidia-ctk cdi generate --output={shlex.quote(path)}"

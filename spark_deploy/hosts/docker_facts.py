@@ -94,7 +94,7 @@ class Docker:
 
     @property
     def started_at_s(self) -> float:
-        # Mon 2026-01-05 10:00:00.123456 UTC
+        # Format: Mon 2026-01-05 10:00:00.123456 UTC
         timestamp = self.unit.get("ExecMainStartTimestamp", "")
         match = re.search(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d{6})?", timestamp)
         return datetime.fromisoformat(f"{match[0]}+00:00").timestamp() if match else 0.0
@@ -123,7 +123,7 @@ class DockerState(facts.HostFact[Docker]):
         sections = facts.parse_sections(output)
         engine, info = sections["engine"], sections["info"]
         mtime, *daemon_json = sections["daemon-json"] or [""]
-        client = _parse_json(info[:1], dict)  # only client fields while the daemon is down
+        docker_info = _parse_json(info[:1], dict)  # without server fields if the daemon is down
         drivers = [line.strip() for line in sections["driver"] if re.match(r"\s*\d", line)]
         toolkit = re.search(r"CLI version (\S+)", sections.text("toolkit"))
         cdi = (line.partition(" ") for line in sections["cdi"])
@@ -133,7 +133,7 @@ class DockerState(facts.HostFact[Docker]):
             unit=facts.parse_key_values(sections["unit"]),
             daemon_json="\n".join(daemon_json) if mtime else None,
             daemon_json_mtime_s=float(mtime.removeprefix("mtime=") or 0),
-            info=client if client.get("ServerVersion") else {},
+            info=docker_info if docker_info.get("ServerVersion") else {},
             toolkit_version=toolkit[1] if toolkit else "",
             toolkit_mode=sections.first("toolkit-mode"),
             runtime=sections.first("runtime"),
@@ -195,7 +195,7 @@ def images_script(references: Sequence[str]) -> str:
     names = " ".join(shlex.quote(reference) for reference in references)
     return rf"""
 echo '== images'
-# inspect fails if any image is missing, so then inspect each image.
+# If any image is missing, inspect fails; then inspect each image separately.
 print_if_present() {{ timeout 20 docker image inspect "$@" >/dev/null 2>&1 && printf '%s\n' "$@"; }}
 set -- {names}
 command -v docker >/dev/null 2>&1 && [ $# != 0 ] &&
@@ -259,6 +259,7 @@ def parse_containers(lines: Iterable[str]) -> Iterator[Container]:
 
 def _uses_gpu(requests: object, runtime: object, visible: Sequence[str | None] | None) -> bool:
     request_json = json.dumps(requests).lower() if isinstance(requests, list) else ""
+    first_visible = visible[0] if visible else None
     # NVIDIA's runtime, often the default, adds no GPU without visible devices.
-    by_runtime = runtime == "nvidia" and (visible or [None])[0] not in (None, "", "void", "none")
+    by_runtime = runtime == "nvidia" and first_visible not in (None, "", "void", "none")
     return by_runtime or '"gpu"' in request_json or "nvidia" in request_json

@@ -82,7 +82,7 @@ def configure_job_proxy(proxy: ProxySettings) -> Commands:
 def configure_docker_proxy(proxy: ProxySettings) -> Commands:
     """Let docker pull through the proxy; restart docker if it uses a different proxy.
 
-    The owner's own configuration of the same proxy is kept: a restart restarts every container.
+    Keep the owner's own configuration of the same proxy: a restart would restart every container.
     """
     if proxy.url is None:
         if (yield from remove_files((DROP_IN_PATH,))):
@@ -90,14 +90,14 @@ def configure_docker_proxy(proxy: ProxySettings) -> Commands:
         else:
             host.noop("docker's proxy is not managed")
         return
-    daemon = host.get_fact(DaemonProxy, path=PROXY)
-    managed = DROP_IN_PATH in file_states([DROP_IN_PATH])
-    if not managed and daemon in ("same", "same-proxy"):
+    comparison = host.get_fact(DaemonProxy, path=PROXY)
+    is_managed = DROP_IN_PATH in file_states([DROP_IN_PATH])
+    if not is_managed and comparison in ("same", "same-proxy"):
         host.noop("docker already uses this proxy, which the host's owner configured")
         return
     changed = yield from place_files((DOCKER_DROP_IN,))
-    if changed or daemon in ("same-proxy", "differs"):
-        if daemon:
+    if changed or comparison in ("same-proxy", "differs"):
+        if comparison:  # docker is running
             log("restarting docker to use the proxy; systemd will restart the engines")
         yield shell(_RESTART)
     else:
@@ -147,20 +147,20 @@ _PORT = 8010
 
 @host_operation
 def record_files(jobs: Sequence[Work], release: str, fleet: FleetSettings) -> None:
-    """Record which files of its jobs this host has, for the other hosts of the run."""
+    """Record which files of the jobs this host has, for the other hosts in the run."""
     if not host.state.is_executing:
         host.noop("the files will be recorded when the deploy runs")
         return
-    names = tuple(work.job.digest12 for work in jobs)
-    states = read_fact(JobStates, jobs=names, target=PREPARE.unit(release))
-    if states.shares_files:
+    digests = tuple(work.job.digest12 for work in jobs)
+    recorded = read_fact(JobStates, jobs=digests, target=PREPARE.unit(release))
+    if recorded.shares_files:
         _sharing.add(current_host())
     if not fleet.share:
         host.noop("this host does not share files")
         return
     trees: dict[str, State] = {}
     for work in jobs:
-        job = states.states.get(work.job.digest12)
+        job = recorded.states.get(work.job.digest12)
         state = _STATES.get(job.state if job else "", "missing")
         if work.shared:
             trees[work.shared.digest] = state
@@ -173,7 +173,7 @@ def record_files(jobs: Sequence[Work], release: str, fleet: FleetSettings) -> No
 
 @host_operation
 def start_sharing(jobs: Sequence[Work], fleet: FleetSettings) -> Commands:
-    """Serve files that other hosts lack; store the key that serving and downloading need."""
+    """Serve files that other hosts lack; store the key for serving and downloading."""
     members = _active_members()
     if len(members) < 2 or current_host() not in _members:
         host.noop("no other host in this run shares files")
@@ -182,8 +182,9 @@ def start_sharing(jobs: Sequence[Work], fleet: FleetSettings) -> Commands:
     states = _members[current_host()].trees
     trees = []
     for tree in shared_trees(jobs):
-        is_needed = tree.digest in needed_digests
-        if is_needed and (states[tree.digest] != "not needed" or _share_existing(tree)):
+        if tree.digest not in needed_digests:
+            continue
+        if states[tree.digest] != "not needed" or _share_existing(tree):
             trees.append(tree)
     if not trees and not any(map(is_incomplete, states.values())):
         host.noop("no host needs files from another host")
@@ -211,6 +212,7 @@ def start_sharing(jobs: Sequence[Work], fleet: FleetSettings) -> Commands:
 
 
 def _share_existing(tree: SharedTree) -> bool:
+    """Record a tree as complete if the host still has its receipt; return whether it does."""
     receipt = f"{tree.dir}/{RECEIPT_NAME}"
     if receipt not in host.get_fact(FileStates, paths=[receipt]):
         return False

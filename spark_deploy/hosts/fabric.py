@@ -74,7 +74,7 @@ def _slow_links(host: str, links: Sequence[FabricLink]) -> Iterator[Problem]:
 def find_cluster_problems(
     members: Sequence[str], surveys: Mapping[str, Survey]
 ) -> Iterator[Problem]:
-    """Report different driver branches, and kernels with which NCCL fails."""
+    """Report members on different driver branches, and kernels on which NCCL fails."""
     survey_by_name = {name: surveys[name] for name in members if name in surveys}
     branches = {
         name: survey.gpu.driver_version.partition(".")[0] for name, survey in survey_by_name.items()
@@ -94,7 +94,7 @@ def find_cluster_problems(
 
 @operations.host_operation
 def set_up_ports(settings: Settings, check: FunctionCommand | None) -> operations.Commands:
-    """Give each cabled port an address, unless one already has an address.
+    """Give each cabled port an address, unless all of them already have one.
 
     ``check`` logs in again with the new addresses; if that fails, the host restores the old
     addresses.
@@ -199,7 +199,7 @@ def measure_links(links: Sequence[FabricLink]) -> None:
     for link in links:
         speed = _measure_tcp(link)
         log(describe_speed(link, speed))
-        # ib_write_bw cannot identify the other host, but the TCP test before it can, with a token.
+        # The TCP test has identified the other host by a token, which ib_write_bw cannot do.
         rdma_gbit_per_s = _measure_rdma(link) if link.device and speed.arrived_bytes else None
         if rdma_gbit_per_s is not None:
             log(f"{link.interface} to {link.host}: {rdma_gbit_per_s:.1f} Gb/s RDMA (ib_write_bw)")
@@ -249,8 +249,8 @@ def _measure_rdma(link: FabricLink) -> float | None:
     )
     send = f"for i in 1 2 3; do sleep 1; timeout 8 {test} {link.address} && exit; done; exit 1"
     sender, _ = _run_sender_and_listener(link, listen, send, "")
-    row = r"^\s*\d+\s+\d+\s+[\d.]+\s+([\d.]+)\s+[\d.]+\s*$"
-    average = re.search(row, sender.stdout, re.MULTILINE)
+    result_row = r"^\s*\d+\s+\d+\s+[\d.]+\s+([\d.]+)\s+[\d.]+\s*$"
+    average = re.search(result_row, sender.stdout, re.MULTILINE)
     if not sender.ok or average is None:
         log(f"{link.interface}: ib_write_bw failed: {sender.text[-200:]}")
         return None
@@ -264,9 +264,8 @@ def _run_sender_and_listener(
     other = state.inventory.get_host(link.host)
     listener = gevent.spawn(run_script, other, listen, _COMMAND_TIMEOUT_S, stdin)
     try:
-        return run_script(host, send, _COMMAND_TIMEOUT_S, stdin), listener.get(
-            timeout=_COMMAND_TIMEOUT_S
-        )
+        sent = run_script(host, send, _COMMAND_TIMEOUT_S, stdin)
+        return sent, listener.get(timeout=_COMMAND_TIMEOUT_S)
     finally:
         listener.kill()
 

@@ -53,7 +53,7 @@ def _holds(value: Any, comparison: Mapping[str, Any], facts: Mapping[str, Any]) 
         return bool(value > other)
     if operator == "below":
         return bool(value < other)
-    return bool(value < facts[other])
+    return bool(value < facts[other])  # below_fact
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)

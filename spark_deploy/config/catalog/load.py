@@ -31,39 +31,41 @@ _NOT_INHERITED = ("summary", "choose_when", "published", "stage", "proven")
 
 
 def read_catalog(checkout: Path = CHECKOUT, *, user_dir: Path | None = None) -> Catalog:
-    """Return the catalog. Files are read on first use, so a mistake affects only one name.
+    """Return the catalog. Files are read on first use, so a mistake in one affects no other.
 
     ``user_dir`` contains the user's ``catalog/``, whose files replace shipped files.
     """
     files = _CatalogFiles.find(checkout, user_dir)
-    names = files.paths
+    paths = files.paths
     profile_schema = load_schema("profile", checkout=checkout)
     broken: dict[tuple[str, ...], tuple[Problem, ...]] = {}
 
     def read_model(name: str) -> Model | None:
-        if name not in names["models"]:
+        if name not in paths["models"]:
             return None
         with _collecting_problems(broken, f"models/{name}"):
             return _read_model(name, files)
 
     def read_profile(name: str) -> tuple[Profile, _Data] | None:
-        if name not in names["profiles"]:
+        if name not in paths["profiles"]:
             return None
         with _collecting_problems(broken, f"profiles/{name}"):
             data = files.merged("profiles", name, excluded_keys=_NOT_INHERITED)
             label = f"catalog/profiles/{name}.yml"
-            return _validate(_CheckedProfile, data, profile_schema, label, name=name), data
+            profile = _validate(_CheckedProfile, data, profile_schema, label, name=name)
+            return profile, data
 
     def profile_for_model(key: tuple[str, str]) -> Profile | None:
-        name, model = key
-        if name not in profiles or model not in models:
+        profile_name, model_name = key
+        if profile_name not in profiles or model_name not in models:
             return None
+        profile, data = profiles[profile_name]
         with _collecting_problems(broken, *key):
-            return _apply_model_changes(models[model], *profiles[name], profile_schema)
+            return _apply_model_changes(models[model_name], profile, data, profile_schema)
 
-    models: Mapping[str, Model] = LazyMapping(names["models"], read_model)
-    profiles = LazyMapping(names["profiles"], read_profile)
-    keys = [(profile, model) for profile in names["profiles"] for model in names["models"]]
+    models: Mapping[str, Model] = LazyMapping(paths["models"], read_model)
+    profiles = LazyMapping(paths["profiles"], read_profile)
+    keys = [(profile, model) for profile in paths["profiles"] for model in paths["models"]]
     for_models = LazyMapping(keys, profile_for_model)
     rails = _read_shipped(GuardRails, "guard_rails", checkout).rails
     engines = _read_shipped(Engines, "engines", checkout)
@@ -74,6 +76,7 @@ def read_catalog(checkout: Path = CHECKOUT, *, user_dir: Path | None = None) -> 
 def _collecting_problems(
     broken: dict[tuple[str, ...], tuple[Problem, ...]], *key: str
 ) -> Iterator[None]:
+    """Record the problems of a CatalogError under ``key`` instead of raising it."""
     try:
         yield
     except CatalogError as error:
@@ -88,7 +91,7 @@ class _CatalogFiles:
     @classmethod
     def find(cls, checkout: Path, user_dir: Path | None) -> "_CatalogFiles":
         kinds = ("models", "profiles")
-        paths = {k: catalog_files(k, checkout=checkout, user_dir=user_dir) for k in kinds}
+        paths = {kind: catalog_files(kind, checkout=checkout, user_dir=user_dir) for kind in kinds}
         return cls(checkout, paths)
 
     @property
@@ -101,12 +104,13 @@ class _CatalogFiles:
         )
 
     def merged(self, kind: str, name: str, excluded_keys: tuple[str, ...] = ()) -> _Data:
-        """Return a file merged over its ``based_on`` file, without the ``excluded_keys`` keys."""
+        """Return a file merged over its ``based_on`` file, except that file's ``excluded_keys``."""
         label = f"catalog/{kind}/{name}.yml"
         data = self._read(kind, name)
         parent = data.pop("based_on", None)
         if parent is None:
             return data
+        # A user's file may be based on the shipped file that it replaces.
         base = self._read(kind, parent, shipped=parent == name)
         if "based_on" in base:
             message = f"the base {parent} is itself based on another file"
@@ -117,8 +121,8 @@ class _CatalogFiles:
     def _read(self, kind: str, name: object, *, shipped: bool = False) -> _Data:
         """Read a file; ``shipped`` ignores a user's file of the same name."""
         label = f"catalog/{kind}/{name}.yml"
-        path = self.checkout / label
-        path = path if shipped else self.paths[kind].get(str(name), path)
+        shipped_path = self.checkout / label
+        path = shipped_path if shipped else self.paths[kind].get(str(name), shipped_path)
         data, problems = read_mapping(path, label=label)
         if problems:
             raise CatalogError(problems)
@@ -150,7 +154,7 @@ def _read_model(name: str, files: _CatalogFiles) -> Model:
 
 
 def _apply_model_changes(model: Model, profile: Profile, data: _Data, schema: Schema) -> Profile:
-    """Return a profile with the model's changes; their conditions see the unchanged profile."""
+    """Return a profile with the model's changes, selected by the unchanged profile's traits."""
     changes = [change.set for change in model.changes if all_hold(change.when, profile.traits)]
     for change in changes:
         data = merge(data, change, keep_on_null=False)
@@ -176,5 +180,8 @@ def _validate(
     try:
         return convert(kind, {**data, **more_fields})
     except ValidationError as error:
-        broken = [Problem(f"{label}: {dotted(v.key)}", v.what, v.fix) for v in violations(error)]
-        raise CatalogError(broken) from error
+        problems = [
+            Problem(f"{label}: {dotted(violation.key)}", violation.what, violation.fix)
+            for violation in violations(error)
+        ]
+        raise CatalogError(problems) from error

@@ -82,7 +82,8 @@ class Tensors:
         if self.counts is None:
             return
         for key in _SETS:
-            actual, expected = sum(map(count_names, getattr(self, key))), getattr(self.counts, key)
+            actual = sum(map(count_names, getattr(self, key)))
+            expected = getattr(self.counts, key)
             if actual != expected:
                 source = self.counts.source
                 fix = f"correct the patterns or the count (source of the count: {source})"
@@ -104,8 +105,8 @@ class Tensors:
                 message = f"{count_text}, for example {unmatched[0]}"
                 yield Violation(where, message, "list the same modules in both")
         for shape in self.donor_shapes:
-            edges = zip(shape.weight, self.block_shape, strict=True)
-            grid = [-(-edge // step) for edge, step in edges]
+            dimensions = zip(shape.weight, self.block_shape, strict=True)
+            grid = [-(-size // block) for size, block in dimensions]  # rounded up
             if list(shape.scale) != grid:
                 message = (
                     f"{shape.modules}: scale {list(shape.scale)} does not match "
@@ -182,7 +183,7 @@ class Question:
 
     @property
     def text(self) -> str:
-        """The prompt with the lines before it."""
+        """The prompt, after ``after_lines`` numbered lines."""
         lines = (
             f"Line {n}: the value is {n * 7919 % 1000}." for n in range(1, self.after_lines + 1)
         )
@@ -244,7 +245,7 @@ class AnyModel:
     def violations(self) -> Iterator[Violation]:
         if self.check.questions and self.check.questions[0].thinking:
             message = "the first question runs at every start and must not require thinking"
-            fix = "start with a question with thinking: off that any instruct model can answer"
+            fix = "first, ask a question that any instruct model can answer with thinking: off"
             yield Violation(("check", "questions"), message, fix)
 
 

@@ -76,9 +76,10 @@ class Speculation:
         return self.method == "mtp" and self.repository is None
 
     def draft_tokens(self, requests: int) -> int:
+        """Return the number of draft tokens while ``requests`` are running."""
         drafts = self.tokens
-        for first, _, scheduled in self.num_speculative_tokens_per_batch_size or ():
-            if first <= requests:
+        for min_requests, _, scheduled in self.num_speculative_tokens_per_batch_size or ():
+            if min_requests <= requests:
                 drafts = min(self.tokens, scheduled)
         return drafts
 

@@ -47,9 +47,11 @@ class Engines:
 
 def version_of(reference: str) -> str:
     """Return the vLLM version in an image's tag; "" if the tag is not a version."""
-    tag = reference.partition("@")[0].rpartition("/")[2].partition(":")[2]
-    value = _VERSION.match(tag)
-    return value[1] if value else ""
+    without_digest, _, _ = reference.partition("@")
+    _, _, name = without_digest.rpartition("/")
+    _, _, tag = name.partition(":")
+    version = _VERSION.match(tag)
+    return version[1] if version else ""
 
 
 _K = TypeVar("_K")
@@ -134,11 +136,12 @@ class Catalog:
         return tuple(sorted({profile for profile, _ in self.profiles}))
 
     def _raise_missing(
-        self, kind: str, name: str, known: tuple[str, ...], *reasons: tuple[str, ...]
+        self, kind: str, name: str, known: tuple[str, ...], *keys: tuple[str, ...]
     ) -> None:
-        problems = [problem for reason in reasons for problem in self.broken.get(reason, ())]
-        shipped = (other for other in known if not other.startswith("lab-"))
-        fix = f"known here: {', '.join(shipped)}"
+        """Raise the problems in ``broken`` under ``keys``, or else that the file is missing."""
+        problems = [problem for key in keys for problem in self.broken.get(key, ())]
+        suggested = (other for other in known if not other.startswith("lab-"))
+        fix = f"known here: {', '.join(suggested)}"
         raise CatalogError(
             problems or [Problem(f"catalog/{kind}/{name}.yml", "does not exist", fix)]
         )

@@ -192,7 +192,7 @@ _VALUE = re.compile(r"[\w .:,;=^+@%-]*", re.ASCII)
 
 
 def find_unlisted(options: Mapping[str, Any], environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the options and variables that are not on the lists, as paths of keys."""
+    """Return the dotted keys of the options and variables that are not on the lists."""
     paths = [
         f"options.{path}"
         for option, value in options.items()

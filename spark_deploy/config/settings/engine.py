@@ -84,16 +84,16 @@ DraftSchedule = tuple[tuple[PositiveInt, PositiveInt, NonNegativeInt], ...]
 
 def check_schedule(schedule: DraftSchedule | None) -> Iterator[Violation]:
     """Check the ranges of ``num_speculative_tokens_per_batch_size``."""
-    previous = 0
+    previous_last = 0
     for first, last, _ in schedule or ():
-        if first > last or first <= previous or (not previous and first > 1):
+        if first > last or first <= previous_last or (previous_last == 0 and first > 1):
             message = (
                 f"range {first} to {last}: the first range must start at 1, "
                 "and ranges must increase without overlapping"
             )
             fix = "write ranges such as [[1, 2, 2], [3, 8, 1], [9, 9, 0]]"
             yield Violation(("num_speculative_tokens_per_batch_size",), message, fix)
-        previous = last
+        previous_last = last
 
 
 # Options that are set elsewhere, and how to set them.
@@ -170,11 +170,12 @@ def option_problems(options: Mapping[str, Any]) -> Iterator[tuple[str, str, str]
 def _missing_file(value: Any) -> str | None:
     """Return the first path in a value that the engine's container does not have."""
     if isinstance(value, Mapping):
-        value = list(value.values())
+        return _missing_file(list(value.values()))
     if isinstance(value, list):
         return next(filter(None, map(_missing_file, value)), None)
-    # Adapters are written as `name=/path,...`.
-    words = re.split(r"[=,\s]", value) if isinstance(value, str) and "{" not in value else ()
+    if not isinstance(value, str) or "{" in value:
+        return None
+    words = re.split(r"[=,\s]", value)  # adapters are written as `name=/path,...`
     paths = (word for word in words if _PATH.fullmatch(word) and not _IN_CONTAINER.match(word))
     return next(paths, None)
 

@@ -130,20 +130,22 @@ class PathSettings:
         return "/srv/spark/cache"
 
     def violations(self) -> Iterator[Violation]:
-        for kind in ("models_dir", "sources_dir"):
-            path: str = getattr(self, kind)
-            inside = f"{path}/".startswith(tuple(f"{parent}/" for parent in _SYSTEM_PARENTS))
-            if inside or path in _SYSTEM_FOLDERS:
+        for key in ("models_dir", "sources_dir"):
+            path: str = getattr(self, key)
+            is_inside = f"{path}/".startswith(tuple(f"{parent}/" for parent in _SYSTEM_PARENTS))
+            if is_inside or path in _SYSTEM_FOLDERS:
                 message = f"{path} is a system folder, or users other than root can write to it"
                 fix = "use a folder that only root can write to, such as /srv/spark/models"
-                yield Violation((kind,), message, fix)
-        kinds = ("models_dir", "sources_dir", "cache_dir")
-        paths = sorted((getattr(self, kind), kind) for kind in kinds)
-        for (path, kind), (other, other_kind) in itertools.pairwise(paths):
-            if other == path or other.startswith(f"{path}/"):
-                message = f"{other} is inside the folder of {kind} ({path})"
+                yield Violation((key,), message, fix)
+        keys = ("models_dir", "sources_dir", "cache_dir")
+        folders = sorted((getattr(self, key), key) for key in keys)
+        for (outer, outer_key), (inner, inner_key) in itertools.pairwise(folders):
+            if inner == outer or inner.startswith(f"{outer}/"):
+                message = f"{inner} is inside the folder of {outer_key} ({outer})"
                 fix = "choose folders that do not contain each other"
-                yield Violation((kind if other_kind == "cache_dir" else other_kind,), message, fix)
+                # cache_dir cannot be changed.
+                wrong_key = outer_key if inner_key == "cache_dir" else inner_key
+                yield Violation((wrong_key,), message, fix)
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)

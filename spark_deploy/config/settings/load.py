@@ -92,7 +92,7 @@ def load_hosts(
 
 
 def with_overrides(host: HostSettings, values: Mapping[str, Any], label: str) -> HostSettings:
-    """Return the settings of a host with new values of dotted keys.
+    """Return the settings of a host with new values for dotted keys.
 
     Errors name ``label`` as the source of the values.
     """
@@ -114,7 +114,8 @@ def merge(
 ) -> dict[str, Any]:
     """Merge ``new`` into a copy of ``base``, mappings key by key.
 
-    If null replaces a mapping (``serve:`` with all keys commented out), ``keep_on_null`` keeps it.
+    If ``new`` has null for a mapping (``serve:`` with all keys commented out), ``keep_on_null``
+    keeps the mapping.
     """
     merged = dict(base)
     for key, value in new.items():
@@ -132,9 +133,10 @@ def nest_dotted_keys(data: Mapping[str, Any]) -> dict[str, Any]:
     """Turn ``{"serve.port": 1}`` into ``{"serve": {"port": 1}}``."""
     result: dict[str, Any] = {}
     for key, value in data.items():
+        nested = value
         for part in reversed(key.split(".")):
-            value = {part: value}
-        result = merge(result, value)
+            nested = {part: nested}
+        result = merge(result, nested)
     return result
 
 
@@ -168,7 +170,7 @@ class _Reader:
                 name = VLLM_NAMES[alias]
                 if name in engine:
                     where = f"{label}: {prefix}engine.{alias}"
-                    message = f"is another name of {name}"
+                    message = f"is another name for {name}"
                     self.problems.append(Problem(where, message, "keep only one"))
                 engine[name] = engine.pop(alias)
         return [_Layer(label, data)]
@@ -207,7 +209,7 @@ class _Reader:
 
 
 def _for_host(loaded: HostSettings, host: str) -> HostSettings:
-    """Return a host's settings, without a cluster or replicas to which it does not belong."""
+    """Return a host's settings, without a cluster or replicas that do not include the host."""
     settings = loaded.settings
     if not settings:  # load_hosts reports the problems
         return loaded
@@ -239,6 +241,7 @@ class _LocalFileError(Exception):
 
 
 def _with_local_files(settings: Settings, root: Path) -> Settings:
+    """Return the settings with the text of local files in place of their paths."""
     engine: Any = _with_template(settings.engine, root)
     if not isinstance(engine, Violation):
         engine = _with_vocabulary_text(engine, root)
@@ -246,13 +249,13 @@ def _with_local_files(settings: Settings, root: Path) -> Settings:
     results: dict[KeyPath, Any] = {("engine",): engine, ("requantize",): requantize}
     for name, service in settings.services.items():
         results["services", name, "engine"] = _with_template(service.engine, root)
-    broken = [
+    invalid = [
         result._replace(key=(*section, *result.key))
         for section, result in results.items()
         if isinstance(result, Violation)
     ]
-    if broken:
-        raise _LocalFileError(broken)
+    if invalid:
+        raise _LocalFileError(invalid)
     services = {
         name: dataclasses.replace(service, engine=results["services", name, "engine"])
         for name, service in settings.services.items()
@@ -308,7 +311,7 @@ def _read_text(key: KeyPath, path: Path, max_bytes: int, fix: str) -> str | Viol
 
 
 def _with_vocabulary_text(engine: EngineSettings, root: Path) -> EngineSettings | Violation:
-    """Return the settings with the content of the file that draft tokens are ranked by."""
+    """Return the settings with the content of the file that ranks draft tokens."""
     if engine.draft_vocabulary_text is None:
         return engine
     key, path = ("draft_vocabulary_text",), root / Path(engine.draft_vocabulary_text).expanduser()
@@ -334,7 +337,7 @@ def _with_calibration(requantize: RequantizeSettings, root: Path) -> RequantizeS
         except ValueError:
             sample = None
         if not isinstance(sample, dict) or not isinstance(sample.get("text"), str):
-            return Violation(key, f"{path}, line {number} has no text", fix)
+            return Violation(key, f"line {number} of {path} has no text", fix)
     return dataclasses.replace(requantize, calibration=text)
 
 

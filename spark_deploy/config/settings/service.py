@@ -257,7 +257,7 @@ class ServeSettings:
 
     def violations(self) -> Iterator[Violation]:
         if self.tls != "off" and not EXPOSURES[self.expose].needs_tls:
-            message = f"{self.tls} requires expose: lan, but expose is {self.expose}"
+            message = f"tls: {self.tls} requires expose: lan, but expose is {self.expose}"
             yield Violation(("tls",), message, "set serve.expose: lan, or serve.tls: off")
         if len({key.sha256 for key in self.keys.values()}) < len(self.keys):
             fix = "run `spark-deploy key add NAME` for each name"

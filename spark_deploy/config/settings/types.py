@@ -210,14 +210,14 @@ class Settings:
 
     @property
     def reserved_bytes(self) -> int:
-        """Memory that the engine must leave to system, containers and services."""
-        containers = sum(self.allow_containers.values())
-        always, on_request = (
-            [item.memory_bytes for item in self.services.values() if item.start == start]
-            for start in ("always", "on-request")
-        )
-        others = sum(always) + max(on_request, default=0)
-        return self.memory.reserve_bytes + round(containers * GIB) + others
+        """Memory that the engine must leave to the system, containers and services."""
+        containers_gib = sum(self.allow_containers.values())
+        sizes_bytes: dict[str, list[int]] = {"always": [], "on-request": []}
+        for service in self.services.values():
+            sizes_bytes[service.start].append(service.memory_bytes)
+        # On-request services share memory, so only the largest counts.
+        services_bytes = sum(sizes_bytes["always"]) + max(sizes_bytes["on-request"], default=0)
+        return self.memory.reserve_bytes + round(containers_gib * GIB) + services_bytes
 
     @property
     def ready_models(self) -> tuple[ModelAndProfile, ...]:
@@ -264,7 +264,7 @@ def _unknown_names(
         for key in ("model", "profile"):
             name, names = getattr(selection, key), catalog(f"{key}s")
             if name not in names:
-                known = [known for known in names if not known.startswith("lab-")]
+                known = [other for other in names if not other.startswith("lab-")]
                 message = f"unknown {key} '{name}' (known: {', '.join(known)})"
                 fix = f"choose a known name, or add catalog/{key}s/{name}.yml"
                 fix = suggest(name, known, fix)
