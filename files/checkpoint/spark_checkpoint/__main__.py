@@ -44,17 +44,17 @@ _FIXES = {
 def main(argv: Sequence[str] | None = None) -> int:
     # Handle SIGTERM like Ctrl-C: the next run resumes partial work.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    # Collections would take 40% of the time to read the headers of a large model.
+    # By default, garbage collection takes 40% of the time to read a large model's headers.
     gc.set_threshold(100_000)
     try:
         arguments = _parser().parse_args(argv)
-        quiet = arguments.command in (
+        is_inspection = arguments.command in (
             builder_api.INSPECT,
             builder_api.CHECK_SOURCES,
             builder_api.DESCRIBE,
         )
-        with Progress(quiet=quiet) as progress:
-            if quiet:
+        with Progress(quiet=is_inspection) as progress:
+            if is_inspection:
                 _inspect(arguments)
             else:
                 _run(arguments, progress)

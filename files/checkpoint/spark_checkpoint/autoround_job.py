@@ -19,7 +19,7 @@ _SIXTEEN_BITS = {"bits": 16, "data_type": "float"}
 
 
 def main() -> None:
-    # The first process of a container ignores signals without a handler.
+    # As PID 1 of a container, this process ignores signals for which it has no handler.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     started = time.monotonic()
     job = json.loads((WORK / "order.json").read_text())
@@ -62,7 +62,7 @@ def quantize(job: dict[str, Any]) -> Path:
         layer_config={name: dict(_SIXTEEN_BITS) for name in unpacked},
         device_map=0 if on_gpu else "cpu",
         enable_torch_compile=on_gpu,
-        disable_opt_rtn=not job["iters"],  # would need calibration text
+        disable_opt_rtn=not job["iters"],  # optimized RTN needs calibration text
         disable_model_free=True,
         seed=42,
     )
@@ -90,13 +90,12 @@ def read_calibration(job: dict[str, Any]) -> list[dict[str, Any]]:
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     texts = [json.loads(line)["text"] for line in CALIBRATION.read_text().splitlines()]
     tokens = [token for text in texts for token in tokenizer(text)["input_ids"]]
-    needed = job["nsamples"] * job["seqlen"]
+    count, length = job["nsamples"], job["seqlen"]
+    needed = count * length
     if len(tokens) < needed:
         sys.exit(f"the calibration text has {len(tokens)} tokens, but {needed} are required")
     # Sample evenly from the whole text, because adjacent texts are often similar.
-    length = job["seqlen"]
-    starts = [index * (len(tokens) - length) // job["nsamples"]
-              for index in range(job["nsamples"])]  # fmt: skip
+    starts = [index * (len(tokens) - length) // count for index in range(count)]
     rows = torch.tensor([tokens[start : start + length] for start in starts])
     return [{"input_ids": batch, "use_cache": False} for batch in rows.split(job["batch"])]
 
@@ -113,7 +112,7 @@ def list_unpacked_modules(packed: set[str]) -> list[str]:
 
 
 def configure_drafter(config: Path, unpacked: list[str]) -> None:
-    """Add the drafter's 16-bit modules to config.json; AutoRound does not load the drafter."""
+    """Add the drafter's 16-bit modules to config.json, because AutoRound omits the drafter."""
     content = json.loads(config.read_text())
     per_module = content["quantization_config"].setdefault("extra_config", {})
     per_module.update({name: dict(_SIXTEEN_BITS) for name in unpacked})

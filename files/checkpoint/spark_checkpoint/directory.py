@@ -81,7 +81,7 @@ def read_checkpoint(directory: Path) -> Checkpoint:
 def checkpoint_from_headers(
     directory: Path, shards: dict[str, Header], index: Mapping[str, str] | None
 ) -> Checkpoint:
-    """Return a checkpoint; reject copies of a tensor that differ."""
+    """Return a checkpoint; reject tensors whose copies differ in dtype or shape."""
     owner: dict[str, str] = {}
     copies: dict[str, list[str]] = {}
     for shard, header in shards.items():

@@ -23,40 +23,41 @@ _WEIGHT_MAP_ENTRY = re.compile(_STRING + b":" + _STRING + rb"([,}])")
 def parse_weight_map(
     raw: bytes, where: str, fix: str, keep: Callable[[str], bool] = lambda name: True
 ) -> dict[str, str]:
-    """Return the file of each tensor from an index, for names that satisfy ``keep``."""
+    """Parse an index; return the file of each tensor whose name satisfies ``keep``."""
     try:
-        names = _scan_weight_map(raw, keep)
-        if names is not None:
-            return names
+        files = _scan_weight_map(raw, keep)
+        if files is not None:
+            return files
         document = json.loads(raw.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValidationError(where, f"is not valid JSON ({error})", fix) from error
-    names = document.get(_WEIGHT_MAP) if isinstance(document, dict) else None
-    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+    files = document.get(_WEIGHT_MAP) if isinstance(document, dict) else None
+    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
         raise ValidationError(where, "has no weight_map from tensor names to files", fix)
-    return {name: file for name, file in names.items() if keep(name)}
+    return {name: file for name, file in files.items() if keep(name)}
 
 
 def _scan_weight_map(raw: bytes, keep: Callable[[str], bool]) -> dict[str, str] | None:
     """Read the map with regular expressions, or return None if it needs the JSON parser.
 
-    This saves memory, because an index has up to 280,000 names. Afterwards the document is parsed
-    with the constant NaN in place of the map, to check that the map is at the top level.
+    This saves memory, because an index has up to 280,000 names. To check that the map is at the top
+    level, the document is then parsed with the constant NaN in place of the map.
     """
     start = _WEIGHT_MAP_START.search(raw)
     if start is None:
         return None
-    names: dict[str, str] = {}
+    weight_map: dict[str, str] = {}
     files: dict[bytes, str] = {}
     position, separator = start.end(), b","
     while separator == b",":
         entry = _WEIGHT_MAP_ENTRY.match(raw, position)
         if entry is None:
             return None
-        name, separator, position = entry[1].decode("utf-8"), entry[3], entry.end()
+        raw_name, raw_file, separator = entry.groups()
+        name, position = raw_name.decode("utf-8"), entry.end()
         if keep(name):
-            file = files.get(entry[2])
-            names[name] = file or files.setdefault(entry[2], entry[2].decode("utf-8"))
+            file = files.get(raw_file)
+            weight_map[name] = file or files.setdefault(raw_file, raw_file.decode("utf-8"))
     marker = object()
     constants = []
 
@@ -67,7 +68,7 @@ def _scan_weight_map(raw: bytes, keep: Callable[[str], bool]) -> dict[str, str] 
     without_map = raw[: start.end() - 1] + b"NaN" + raw[position:]
     document: Any = json.loads(without_map.decode("utf-8"), parse_constant=replace_constant)
     is_top_level = isinstance(document, dict) and document.get(_WEIGHT_MAP) is marker
-    return names if is_top_level and len(constants) == 1 else None
+    return weight_map if is_top_level and len(constants) == 1 else None
 
 
 # Format of safetensors 0.8: the length N in 8 bytes (little-endian), N bytes of JSON that starts
@@ -138,9 +139,9 @@ def header_json_bytes(first: bytes, file_bytes: int, where: str) -> int:
 def parse_header(
     raw: bytes, file_bytes: int, where: str, interned: Mapping[str, str] | None = None
 ) -> Header:
-    """Validate and parse ``raw``, the JSON part of the header of a file of ``file_bytes`` bytes.
+    """Validate and parse the JSON of a file's header; the file has ``file_bytes`` bytes.
 
-    To save memory, names that are keys of ``interned`` use the string objects of its values.
+    To save memory, names that equal a key of ``interned`` reuse the string object of its value.
     """
     document = _parse_json(raw, where)
     metadata = document.pop(METADATA_KEY, None)
@@ -223,10 +224,9 @@ def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     return count * bits // 8
 
 
-def _reject(where: str, what: str) -> NoReturn:
-    raise ValidationError(
-        where, what, "download the file again, because it is damaged or is not a safetensors file"
-    )
+def _reject(where: str, problem: str) -> NoReturn:
+    fix = "download the file again, because it is damaged or is not a safetensors file"
+    raise ValidationError(where, problem, fix)
 
 
 def _parse_json(raw: bytes, where: str) -> dict[str, Any]:

@@ -190,13 +190,13 @@ def _model_part(name: str, drafter_layer: int | None) -> str:
 
 
 def _first_drafter_layer(config: Mapping[str, Any]) -> int | None:
-    """Return the first drafter layer's number if drafter layers follow the model's (DeepSeek)."""
+    """Return the first layer of a drafter whose layers follow the model's, as in DeepSeek."""
     text = config.get("text_config")
     values = {**config, **(text if isinstance(text, dict) else {})}
-    layers = values.get("num_hidden_layers")
-    drafter_layers = values.get("num_nextn_predict_layers")
-    has_drafter = type(drafter_layers) is int and drafter_layers > 0
-    return layers if type(layers) is int and has_drafter else None
+    layer_count = values.get("num_hidden_layers")
+    drafter_count = values.get("num_nextn_predict_layers")
+    has_drafter = type(drafter_count) is int and drafter_count > 0
+    return layer_count if type(layer_count) is int and has_drafter else None
 
 
 _LAYER = re.compile(r"^model\.language_model\.layers\.(\d+)\.")
@@ -235,10 +235,11 @@ def original_name(name: str) -> str:
     return name.removesuffix("_fp8").removesuffix("_int8")
 
 
-def describe_recipe(groups: Collection[tuple[str, str]], shard_names: Container[str]) -> str:
-    """Return the kind of a checkpoint; ``groups`` are the groups and dtypes of its tensors."""
-    shared = {dtype for group, dtype in groups if group == "shared experts"}
-    experts = {dtype for group, dtype in groups if group == "routed experts"}
+def describe_recipe(
+    groups_and_dtypes: Collection[tuple[str, str]], shard_names: Container[str]
+) -> str:
+    shared = {dtype for group, dtype in groups_and_dtypes if group == "shared experts"}
+    experts = {dtype for group, dtype in groups_and_dtypes if group == "routed experts"}
     if OVERLAY_SHARD in shard_names:
         return "hybrid, overlay layout (needs the plugin)"
     if "I32" in experts and FP8 in shared:
@@ -256,7 +257,7 @@ def find_missing_scales(tensors: Mapping[str, Tensor]) -> list[str]:
     """Return the FP8 weights without a tensor of block scales."""
     missing = []
     for name, tensor in tensors.items():
-        if name.endswith(".weight_fp8"):  # in an overlay
+        if name.endswith(".weight_fp8"):  # a name in an overlay
             scale = name.replace(".weight_fp8", f"{SCALE}_fp8")
         else:
             scale = scale_name(name)
@@ -286,8 +287,9 @@ def report(checkpoint: InspectedCheckpoint) -> dict[str, Any]:
         recipe += f", quant_method {method}"
     listed = copies if index is None else index
     replaced = {original_name(name) for name in listed if name != original_name(name)}
-    replaced |= {"lm_head.weight"} if "lm_head.qweight" in replaced else set()
-    unknown = (n for n, shard in (index or {}).items() if shard not in copies.get(n, ()))
+    if "lm_head.qweight" in replaced:
+        replaced.add("lm_head.weight")
+    unknown = (name for name, shard in (index or {}).items() if shard not in copies.get(name, ()))
     duplicates = [name for name, files in copies.items() if len(files) > 1]
     layers = [(match[1], name) for name in tensors if (match := _LAYER.match(name))]
     norm = tensors.get("model.language_model.norm.weight")

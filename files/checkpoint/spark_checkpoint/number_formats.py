@@ -138,17 +138,18 @@ def quantize_rows(weights: Floats, bits: int) -> QuantizedRows:
     zero = 1 << (bits - 1)
     grouped = weights.reshape(weights.shape[0], -1, GROUP)
     largest = np.abs(grouped).max(axis=2)
-    smallest_scale = np.float32(2.0**-126)
-    first = bf16_bits(np.maximum(largest / np.float32(zero - 1), smallest_scale)).astype(np.int32)
+    smallest_scale, smallest_bits, one_bits = np.float32(2.0**-126), 0x80, 0x3F80
+    scale = np.maximum(largest / np.float32(zero - 1), smallest_scale)
+    scale_bits = bf16_bits(scale).astype(np.int32)
     best_error = np.full(largest.shape, np.inf, np.float32)
-    best = first.copy()
+    best_bits = scale_bits.copy()
     for step in _SCALE_STEPS[bits]:
-        candidate = np.maximum(first + step, 0x80)
-        error = _group_errors(grouped, from_bf16_bits(candidate.astype(np.uint16)), zero)
-        better = error < best_error
-        best_error = np.where(better, error, best_error)
-        best = np.where(better, candidate, best)
-    scales = np.where(largest > 0, best, 0x3F80).astype("<u2")
+        candidate_bits = np.maximum(scale_bits + step, smallest_bits)
+        error = _group_errors(grouped, from_bf16_bits(candidate_bits.astype(np.uint16)), zero)
+        is_better = error < best_error
+        best_error = np.where(is_better, error, best_error)
+        best_bits = np.where(is_better, candidate_bits, best_bits)
+    scales = np.where(largest > 0, best_bits, one_bits).astype("<u2")
     codes = _round_to_codes(grouped, from_bf16_bits(scales), zero).astype(np.int16) + zero
     return QuantizedRows(
         codes.astype(np.uint8).reshape(weights.shape),
@@ -196,9 +197,9 @@ def unpack_int4(checkpoint: Checkpoint, module: str) -> Floats:
 
 
 def relative_error(weight: Floats, rounded: Floats) -> float:
-    power = float(np.square(weight, dtype=np.float64).sum())
-    error = float(np.square(rounded - weight, dtype=np.float64).sum())
-    return (error / power) ** 0.5 if power else float(error > 0)
+    squared_weight = float(np.square(weight, dtype=np.float64).sum())
+    squared_error = float(np.square(rounded - weight, dtype=np.float64).sum())
+    return (squared_error / squared_weight) ** 0.5 if squared_weight else float(squared_error > 0)
 
 
 def _round_to_codes(grouped: Any, scales: Any, zero: int) -> Any:
@@ -206,7 +207,7 @@ def _round_to_codes(grouped: Any, scales: Any, zero: int) -> Any:
 
 
 def _group_errors(grouped: Any, scales: Any, zero: int) -> Any:
-    """Return the squared error of each group, summed in a fixed order on all platforms."""
+    """Return the squared error of each group, summed in the same order on all platforms."""
     error = np.square(_round_to_codes(grouped, scales, zero) * scales[:, :, None] - grouped)
     width = error.shape[2]
     while width > 1:
@@ -237,58 +238,60 @@ class Comparison:
 
     def __init__(self, scales: Floats, block: tuple[int, int]):
         self._scales, self._block = scales, block
-        self._errors: list[Any] = []
-        self._power: list[Any] = []
+        self._squared_errors: list[Any] = []
+        self._squared_weights: list[Any] = []
         self._beyond_rounding = 0
         self.any_nonzero = False
         self.any_nan = False
 
     def add(self, weights: Floats, codes: Codes) -> None:
-        scales, width = self._scales[len(self._errors)], self._block[1]
-        errors: list[Any] = []
-        powers: list[Any] = []
+        """Compare the next row of blocks."""
+        scales, width = self._scales[len(self._squared_errors)], self._block[1]
+        squared_errors: list[Any] = []
+        squared_weights: list[Any] = []
         for first in range(0, len(scales), _BLOCKS_AT_ONCE):
             columns = slice(first * width, (first + _BLOCKS_AT_ONCE) * width)
             part = weights[:, columns]
             scale = np.repeat(scales[first : first + _BLOCKS_AT_ONCE], width)[: part.shape[1]]
-            error, power = self._compare(part, codes[:, columns], scale)
-            errors.append(error)
-            powers.append(power)
-        self._errors.append(np.concatenate(errors))
-        self._power.append(np.concatenate(powers))
+            squared_error, squared_weight = self._compare(part, codes[:, columns], scale)
+            squared_errors.append(squared_error)
+            squared_weights.append(squared_weight)
+        self._squared_errors.append(np.concatenate(squared_errors))
+        self._squared_weights.append(np.concatenate(squared_weights))
 
     def _compare(self, weights: Floats, codes: Codes, scale: Floats) -> tuple[Any, Any]:
-        """Count elements beyond rounding; return the squared errors and weights of each block."""
-        # In place, because allocating large arrays takes longer than the arithmetic.
-        error, power = from_e4m3(codes), np.abs(weights)
+        """Count elements beyond rounding; return squared errors and weights, summed by block."""
+        # Work in place, because allocating large arrays takes longer than the arithmetic.
+        error, magnitude = from_e4m3(codes), np.abs(weights)
         error *= scale
         error -= weights
         np.abs(error, out=error)
         allowed = np.maximum(
-            power * np.float32(_RELATIVE_ROUNDING), scale * np.float32(_ABSOLUTE_ROUNDING)
+            magnitude * np.float32(_RELATIVE_ROUNDING), scale * np.float32(_ABSOLUTE_ROUNDING)
         )
         self._beyond_rounding += int(error.size - np.count_nonzero(error <= allowed))
         self.any_nonzero = self.any_nonzero or bool(codes.any())
         self.any_nan = self.any_nan or bool(((codes & 0x7F) == 0x7F).any())
         return (
             reduce_blocks(np.add, np.square(error, out=error), self._block)[0],
-            reduce_blocks(np.add, np.square(power, out=power), self._block)[0],
+            reduce_blocks(np.add, np.square(magnitude, out=magnitude), self._block)[0],
         )
 
     def deviation(self) -> Deviation:
-        errors, power = np.array(self._errors, np.float64), np.array(self._power, np.float64)
-        is_zero = power == 0
-        by_block = np.sqrt(errors / np.where(is_zero, 1, power))
-        worst_block = float(np.where(is_zero & (errors > 0), np.inf, by_block).max())
-        total = power.sum()
-        module_error = float(np.sqrt(errors.sum() / total)) if total > 0 else worst_block
+        squared_errors = np.array(self._squared_errors, np.float64)
+        squared_weights = np.array(self._squared_weights, np.float64)
+        is_zero = squared_weights == 0
+        by_block = np.sqrt(squared_errors / np.where(is_zero, 1, squared_weights))
+        worst_block = float(np.where(is_zero & (squared_errors > 0), np.inf, by_block).max())
+        total = squared_weights.sum()
+        module_error = float(np.sqrt(squared_errors.sum() / total)) if total > 0 else worst_block
         return Deviation(module_error, worst_block, self._beyond_rounding)
 
 
 def check_outliers(deviations: Mapping[str, Deviation]) -> None:
-    """Raise ValidationError if a few modules have elements beyond rounding, because of damage.
+    """Raise ValidationError if only a few modules have elements beyond rounding.
 
-    If a donor is made from slightly different weights, nearly every module has such elements.
+    Such a file is damaged: slightly different weights would affect nearly every module.
     """
     damaged = {
         module: deviation.beyond_rounding
@@ -306,7 +309,7 @@ def check_outliers(deviations: Mapping[str, Deviation]) -> None:
 
 
 def check_scale_sizes(scales: Mapping[str, Floats]) -> None:
-    """Raise ValidationError for implausible scales; ``scales`` maps weights to used scales."""
+    """Raise ValidationError for implausible scales; ``scales`` maps weights to scales in use."""
     groups: dict[str, dict[str, Floats]] = defaultdict(dict)
     for name, values in scales.items():
         groups[re.sub(r"\.\d+\.", ".N.", name)][name] = values

@@ -54,6 +54,7 @@ class Progress:
             self._done_bytes += count_bytes
 
     def skip(self, count_bytes: int) -> None:
+        """Count bytes that need no transfer; the rate excludes them."""
         with self._lock:
             self._done_bytes += count_bytes
             self._skipped_bytes += count_bytes

@@ -24,7 +24,7 @@ def rank(plan: RankPlan, progress: Progress) -> None:
         storage.clear(work)
         text = Path(plan.text).read_text("utf-8", "replace")
         progress.start_phase("rank", len(text))
-        ids, counted = rank_tokens(Path(plan.tokenizer), text, plan.vocabulary, progress)
+        ids, token_count = rank_tokens(Path(plan.tokenizer), text, plan.vocabulary, progress)
         result_dir.mkdir()
         path = result_dir / TOKEN_IDS
         sha256 = storage.write_json(path, ids[: plan.tokens])
@@ -35,7 +35,7 @@ def rank(plan: RankPlan, progress: Progress) -> None:
             tool_version=TOOL_VERSION,
             written_at=now(),
             plan=plan,
-            counted_tokens=counted,
+            counted_tokens=token_count,
         )
         verify.write_receipt(result_dir, receipt)
 
@@ -45,9 +45,9 @@ def rank(plan: RankPlan, progress: Progress) -> None:
 def rank_tokens(
     tokenizer_json: Path, text: str, vocabulary: int, progress: Progress
 ) -> tuple[list[int], int]:
-    """Return all ids, the most frequent first, and the number of tokens in the text.
+    """Return all token ids, sorted by frequency, and the number of tokens in the text.
 
-    Added tokens come first, because every answer contains some: the end of a turn, tool calls.
+    Added tokens precede all others, because every answer needs some, such as the end of a turn.
     """
     from tokenizers import Tokenizer
 

@@ -74,7 +74,10 @@ def requantize(plan: RequantizePlan, progress: Progress, copies: CopyPlan | None
         def copy(transfer: TransferOptions, files_url: str, receipt: RequantizedReceipt) -> None:
             copy_requantized(transfer, files_url, receipt, plan, result_dir, progress)
 
-        if copies is None or not copy_from_peer(copies, plan, result_dir, RequantizedReceipt, copy):
+        is_copied = copies is not None and copy_from_peer(
+            copies, plan, result_dir, RequantizedReceipt, copy
+        )
+        if not is_copied:
             _write_result(plan, work, result_dir, progress)
 
     verify.create_checkpoint(plan, f"plan {plan.digest[:12]}", progress, write)
@@ -190,14 +193,11 @@ def _check_prerequisites(plan: RequantizePlan, work: Path) -> None:
         if not os.path.exists(path):
             raise ValidationError(path, f"{content} is missing", fix)
     storage.check_free_space(work.parent, plan.work_bytes, f"quantizing {plan.name}")
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        available = int(line.split()[1]) * 1024 if line.startswith("MemAvailable:") else None
-        if available is not None and available < plan.memory_bytes:
-            problem = (
-                f"needs {plan.memory_bytes} bytes of memory, but only {available} are available"
-            )
-            fix = "run `spark-deploy stop` for this host, then run the job again"
-            raise ValidationError(f"quantizing {plan.name}", problem, fix)
+    match = re.search(r"^MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    if match and (available := int(match[1]) * 1024) < plan.memory_bytes:
+        problem = f"needs {plan.memory_bytes} bytes of memory, but only {available} are available"
+        fix = "run `spark-deploy stop` for this host, then run the job again"
+        raise ValidationError(f"quantizing {plan.name}", problem, fix)
 
 
 def _build_argv(plan: RequantizePlan, work: Path, container: str) -> Sequence[str]:
@@ -260,7 +260,7 @@ def find_weight(module: str, original: Checkpoint) -> NewTensor:
 
 
 def find_fused_expert(module: str, original: Checkpoint) -> NewTensor | None:
-    """Return an expert's slice of a fused tensor (gate rows, then up rows), or None."""
+    """Return an expert's slice of a fused tensor, where gate rows precede up rows, or None."""
     match = _EXPERT.match(module)
     if not match:
         return None

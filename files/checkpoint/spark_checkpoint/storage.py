@@ -49,7 +49,7 @@ def read_stamp(file: int | Path) -> Stamp:
 
 
 def write_json(path: Path, document: Mapping[str, Any] | Sequence[int]) -> str:
-    """Write indented JSON durably and return its sha256; encodes in batches to save memory."""
+    """Write indented JSON durably, in batches to save memory; return the file's sha256."""
     parts = json.JSONEncoder(indent=2, ensure_ascii=False).iterencode(document)
     batches = iter(lambda: "".join(itertools.islice(parts, _JSON_BATCH)).encode(), b"")
     write_chunks(path, itertools.chain(batches, (b"\n",)))
@@ -66,7 +66,7 @@ class PageDropper:
     def advance(self, count_bytes: int) -> None:
         self._position += count_bytes
         if self._position - self._step_begin >= _DROP_BYTES:
-            # Drop the previous step again, because the first call only starts writing dirty pages.
+            # Also drop the previous step, because its first drop only started to write dirty pages.
             self._drop(max(self._begin, self._step_begin - _DROP_BYTES))
             self._step_begin = self._position
 
@@ -102,7 +102,7 @@ def write_durably(
 def read_buffers(
     path: Path, offset: int = 0, size_bytes: int | None = None
 ) -> Iterator[memoryview]:
-    """Yield a file, or a part of it, in a reused buffer; does not fill the page cache."""
+    """Yield a file, or a part of it, in a reused buffer; drop its pages from the page cache."""
     remaining = sys.maxsize if size_bytes is None else size_bytes
     buffer = memoryview(bytearray(min(remaining, COPY_BYTES)))
     with path.open("rb", buffering=0) as file, name_file_in_errors(file.fileno()):
@@ -252,7 +252,7 @@ def describe_free_space(path: Path) -> str:
 
 @contextmanager
 def lock_directory(directory: Path) -> Iterator[None]:
-    """Create and lock a directory, whose mode 0711 prevents locks by other users."""
+    """Create and lock a directory; its mode, 0711, prevents other users from locking it."""
     directory.mkdir(mode=0o711, parents=True, exist_ok=True)
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -292,7 +292,7 @@ def clear(directory: Path, keep: frozenset[str] = frozenset()) -> None:
 def find_candidates(
     files: Iterable[FetchFile], look_in: Iterable[str]
 ) -> dict[int, dict[Path, set[str]]]:
-    """Map sizes to local files, and each file to its names, including the names of links."""
+    """Return local files by size; map each file to its names, including the names of links."""
     by_size: dict[int, dict[Path, set[str]]] = {file.size_bytes: {} for file in files}
     targets: dict[tuple[int, int], Path] = {}
     roots = (Path(root) for pattern in look_in for root in sorted(glob.glob(pattern)))
@@ -327,17 +327,17 @@ def pin_file(path: Path, size_bytes: int) -> Iterator[int]:
 
 
 def _walk(root: Path) -> Iterator[Path]:
-    """Yield the files below a directory; other users may have created it with any depth."""
+    """Yield the files below a directory, which other users may have nested to any depth."""
     if root.is_file():
         yield root
         return
-    count, directories = 0, [os.fspath(root)]
+    entry_count, directories = 0, [os.fspath(root)]
     while directories:
         # Ignore directories that are not accessible, disappear, or have too long a path.
         with contextlib.suppress(OSError), os.scandir(directories.pop()) as entries:
             for entry in entries:
-                count += 1
-                if count > _ENTRY_LIMIT:
+                entry_count += 1
+                if entry_count > _ENTRY_LIMIT:
                     note(f"look_in: searching only the first {_ENTRY_LIMIT} entries of {root}")
                     return
                 if entry.is_dir(follow_symlinks=False):

@@ -139,7 +139,7 @@ def with_outliers():
 
 WRONG_WEIGHTS = {
     "NaN": (set_weight(with_nan()), "NaN or infinite"),
-    "outliers": (set_weight(with_outliers()), "the limit is 25%"),
+    "outliers": (set_weight(with_outliers()), "limit 25%"),
     "odd inputs": (set_weight(np.ones((HIDDEN, 192), np.float32)), "a multiple of the group"),
     "odd outputs": (set_weight(np.ones((12, HIDDEN), np.float32)), "a multiple of 8"),
 }

@@ -26,7 +26,7 @@ from spark_checkpoint.build.source_checks import (
     read_sizes,
     required_donor_tensors,
 )
-from spark_checkpoint.build.write import Changes, NewTensor, Staging
+from spark_checkpoint.build.write import GRAFTED, Changes, NewTensor, Staging
 from spark_checkpoint.directory import (
     CONFIG_NAME,
     INDEX_NAME,
@@ -49,10 +49,11 @@ def build(plan: BuildPlan, progress: Progress, copies: CopyPlan | None = None) -
 
     def write(work: Path, result_dir: Path) -> None:
         job = _Build(plan, work, result_dir, progress)
-        if copies is None or not copy_from_peer(
+        is_copied = copies is not None and copy_from_peer(
             copies, plan, result_dir, receipts.CheckpointReceipt, job.copy
-        ):
-            # The sources are freed when write() returns: verification needs that memory.
+        )
+        if not is_copied:
+            # job.write() frees the sources on return, because verification needs the memory.
             report.update(job.write())
 
     verify.create_checkpoint(plan, f"plan {plan.digest[:12]}", progress, write)
@@ -118,8 +119,8 @@ class _Build:
             for files in (layout.files, receipt.files)
         )
         if actual != expected:
-            names = ", ".join(sorted({file[0] for file in actual ^ expected})[:5])
-            problem = f"does not match the base and the plan in {names}"
+            names = ", ".join(sorted({path for path, *_ in actual ^ expected})[:5])
+            problem = f"has files that do not match the base and the plan: {names}"
             raise ValidationError(files_url, problem, BUILD_LOCALLY)
         report = _make_report(plan.base_dir, hashes, changes, changes.size_bytes)
         self._write_receipt(layout, report, receipt.donor_sha256)
@@ -132,6 +133,7 @@ class _Build:
     ) -> layouts.Layout:
         base, plan = sources.base, self.plan
         if plan.ngram_table != "keep":
+            # Remove the tables' tensors, because each table gets its own file below.
             changes.added.update({name: [] for name in table_tensors(base)})
         writer = layouts.Writer(self.result_dir, base, hashes, changes, self.progress)
         if plan.layout == "overlay":
@@ -236,8 +238,8 @@ def _make_report(
 def rewritten_shards(plan: BuildPlan, base: Checkpoint) -> set[str]:
     """Return the base's shards that the result cannot use unchanged.
 
-    In an overlay, these are the shards of a packed drafter and of n-gram tables, because engines
-    load whole files.
+    In an overlay, these are the shards of a packed drafter and of n-gram tables: engines load whole
+    files, so the replaced tensors must not remain in them.
     """
     if plan.layout == "full":
         return set(base.shards)
@@ -251,7 +253,7 @@ def peak_bytes(
 ) -> int:
     """Return the peak disk use of a build, which stages new tensors and copies them to the result.
 
-    ``received`` are the donor's tensors; ``grafted`` are the names of those that become 16-bit.
+    ``received`` are the required donor tensors; ``grafted`` names those to add as 16-bit tensors.
     """
     staged_bytes = sum(tensor.size_bytes for tensor in received.values())
     weights = [
@@ -283,18 +285,18 @@ def _read_changes(
     work: Path,
     progress: Progress,
 ) -> tuple[Sources, Changes]:
-    """Download a result's new tensors; names, dtypes and shapes must match the plan."""
+    """Download the new tensors of a peer's result; names, dtypes and shapes must match the plan."""
     modules = tensor_sets.swapped_modules(plan)
     sources = Sources(base, None, modules, check_base_names(plan, base, modules))
-    replaced = tensor_sets.replacement_names(plan)
-    new = {old: names for old, names in replaced.items() if old in base.owner}
-    grafted = [name for old in sources.mtp_missing for name in replaced.get(old, (old,))]
+    replacements = tensor_sets.replacement_names(plan)
+    new = {old: names for old, names in replacements.items() if old in base.owner}
+    grafted = [name for old in sources.mtp_missing for name in replacements.get(old, (old,))]
     all_new = [name for names in (*new.values(), grafted) for name in names]
-    stored = {
+    peer_names = {
         name: tensor_sets.overlay_name(name) if plan.layout == "overlay" else name
         for name in all_new
     }
-    if not stored:
+    if not peer_names:
         return sources, Changes()
     donor = UrlDonor(
         DonorUrl(
@@ -305,24 +307,24 @@ def _read_changes(
         ),
         direct=True,
     )
-    present = donor.names.intersection(stored.values())
-    tensor_sets.check_same_names(files_url, "new tensors", present, stored.values())
-    headers = donor.tensors(stored.values())
-    entries = {name: headers[stored[name]] for name in stored}
+    present = donor.names.intersection(peer_names.values())
+    tensor_sets.check_same_names(files_url, "new tensors", present, peer_names.values())
+    headers = donor.tensors(peer_names.values())
+    entries = {name: headers[peer_names[name]] for name in peer_names}
     _check_entries(plan, sources, config, entries)
     size_bytes = sum(entry.size_bytes for entry in entries.values())
     storage.check_free_space(work, size_bytes, f"copying {plan.name}")
     directory = work / "peer-tensors"
     shutil.rmtree(directory, ignore_errors=True)
     staged = donor.stage(headers, directory, progress)
-    spans = {name: staged[stored[name]] for name in stored}
+    spans = {name: staged[peer_names[name]] for name in peer_names}
 
     def new_tensor(name: str) -> NewTensor:
         return NewTensor(name, entries[name].dtype, entries[name].shape, spans[name])
 
     changes = Changes({old: [new_tensor(name) for name in names] for old, names in new.items()})
     if grafted:
-        changes.added[""] = [new_tensor(name) for name in grafted]
+        changes.added[GRAFTED] = [new_tensor(name) for name in grafted]
     if plan.shared_experts == "fp8-donor":
         with closing(Staging(work / "new-tensors")) as stage:
             TensorMaker(
@@ -360,8 +362,8 @@ def _check_entries(
     config: Mapping[str, Any],
     entries: Mapping[str, Tensor],
 ) -> None:
-    """Check dtypes and shapes of new tensors, from the headers of a peer's files."""
-    base, grafted = sources.base, {}
+    """Check the dtypes and shapes in the headers of a peer's new tensors."""
+    base, weights = sources.base, {}
     for old, names in tensor_sets.replacement_names(plan).items():
         module = old.removesuffix(tensor_sets.WEIGHT)
         if names == (module + tensor_sets.WEIGHT, module + tensor_sets.SCALE):
@@ -380,10 +382,10 @@ def _check_entries(
             if entries[name].dtype_and_shape != dtype_and_shape:
                 problem = f"is {entries[name].dtype_and_shape}, expected {dtype_and_shape}"
                 raise ValidationError(f"peer {name}", problem, BUILD_LOCALLY)
-        grafted[old] = Tensor("BF16", weight_shape, 0, 0)
+        weights[old] = Tensor("BF16", weight_shape, 0, 0)
     for name in sources.mtp_missing:
-        entry = grafted[name] = grafted.get(name) or entries[name]
+        entry = weights[name] = weights.get(name) or entries[name]
         if entry.dtype not in SIXTEEN_BIT:
             problem = f"is {entry.dtype}, expected 16 bits"
             raise ValidationError(f"peer {name}", problem, BUILD_LOCALLY)
-    check_graftable(sources.mtp_missing, grafted, read_sizes(base, config), plan.block_shape)
+    check_graftable(sources.mtp_missing, weights, read_sizes(base, config), plan.block_shape)

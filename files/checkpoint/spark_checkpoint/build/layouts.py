@@ -14,6 +14,7 @@ from spark_contract.receipts import ReceiptFile
 
 from spark_checkpoint import ValidationError, directory
 from spark_checkpoint.build.write import (
+    GRAFTED,
     Changes,
     NewTensor,
     Written,
@@ -49,9 +50,8 @@ def check_config(base: Mapping[str, Any], where: str, head: str) -> None:
             f"but is a {type(per_module).__name__}"
         )
         raise ValidationError(where, problem, "use another commit of the base, or fix config.json")
-    if head == "int8-g128" and any(
-        level.get("tie_word_embeddings") for level in _config_sections(base)
-    ):
+    is_tied = any(section.get("tie_word_embeddings") for section in _config_sections(base))
+    if head == "int8-g128" and is_tied:
         problem = "has tied embeddings, so the head cannot be packed separately"
         raise ValidationError(where, problem, "set head: keep")
 
@@ -68,19 +68,19 @@ def result_config(
     quantization = config["quantization_config"]
     has_fp8 = plan.shared_experts.startswith("fp8")
     has_int8 = plan.shared_experts == "int8-g128" or plan.head != "keep"
-    # An engine without the plugin would leave a table without tensors uninitialized.
+    # An n-gram table moves from the tensors to its own file, which only the plugin reads.
     if has_fp8 or (plan.layout == "overlay" and has_int8) or plan.ngram_table != "keep":
         quantization["quant_method"] = PLUGIN_METHOD
     if quantization["quant_method"] == PLUGIN_METHOD:
-        listed = list(modules) if has_fp8 else []
-        quantization["fp8_block"] = {"modules": listed, "block_shape": list(plan.block_shape)}
+        fp8_modules = list(modules) if has_fp8 else []
+        quantization["fp8_block"] = {"modules": fp8_modules, "block_shape": list(plan.block_shape)}
     per_module = quantization["extra_config"] = quantization.get("extra_config") or {}
     if plan.shared_experts == "int8-g128":
         per_module.update({module: dict(_INT8) for module in modules})
     if plan.head == "int8-g128":
         # Set explicitly, because the engine's default is true.
-        for level in _config_sections(config):
-            level["tie_word_embeddings"] = False
+        for section in _config_sections(config):
+            section["tie_word_embeddings"] = False
         per_module["lm_head"] = dict(_INT8)
     set_blocks(quantization, names)
     quantization["spark"] = {
@@ -101,9 +101,9 @@ def _merge(config: dict[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def set_blocks(quantization: dict[str, Any], names: Collection[str]) -> None:
-    """Write the list of blocks with packed weights.
+    """Set ``block_name_to_quantize`` to the blocks with packed weights.
 
-    Without the list, the engine would treat all linear modules as quantized, including MTP.
+    Without it, the engine would treat all linear modules as quantized, including those of MTP.
     """
     blocks = [
         block
@@ -127,7 +127,8 @@ def set_blocks(quantization: dict[str, Any], names: Collection[str]) -> None:
 
 def _config_sections(config: Mapping[str, Any]) -> list[Any]:
     """Return the config and its section for the language model, if any."""
-    return [level for level in (config, config.get("text_config")) if isinstance(level, dict)]
+    sections = (config, config.get("text_config"))
+    return [section for section in sections if isinstance(section, dict)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,17 +146,17 @@ class Writer:
     progress: Progress
 
     def write_overlay(self, rewritten: Collection[str]) -> Layout:
-        """Hard-link the base's files, and write new tensors to one shard, with overlay names.
+        """Hard-link the base's files; write new tensors to one more shard, under overlay names.
 
-        ``rewritten`` shards are copied without removed tensors and the 16-bit weights of a packed
-        drafter.
+        The ``rewritten`` shards are copied instead, without removed tensors and with the packed
+        drafter, if any.
         """
         base, added = self.base, self.changes.added
-        drafter = {old: new for old, new in added.items() if old.startswith(MTP_PREFIX) or not new}
+        in_place = {old: new for old, new in added.items() if old.startswith(MTP_PREFIX) or not new}
         index = {name: shard for name, shard in base.owner.items() if name not in added}
         copied = sum(base.tensor(name).size_bytes for name in index if index[name] in rewritten)
         self.progress.start_phase("write", self.changes.size_bytes + copied)
-        rewriter = replace(self, changes=Changes(drafter))
+        rewriter = replace(self, changes=Changes(in_place))
         files = []
         for name in directory.list_files(base.directory):
             if name in rewritten:
@@ -168,9 +169,9 @@ class Writer:
                 files.append(receipt_entry(name, stamp, sha256, link_target=str(source)))
         in_overlay: list[NewTensor] = []
         for old, tensors in added.items():
-            if old in drafter:
+            if old in in_place:
                 index.update({tensor.name: base.owner[old] for tensor in tensors})
-            elif old:
+            elif old != GRAFTED:
                 in_overlay += [new._replace(name=overlay_name(new.name)) for new in tensors]
             else:
                 in_overlay += tensors
@@ -180,29 +181,29 @@ class Writer:
         return Layout(files, index)
 
     def write_full(self) -> Layout:
-        """Rewrite the shards, without duplicates of tensors; copy the other files."""
+        """Rewrite the shards without duplicate tensors; copy the other files."""
         base, added = self.base, self.changes.added
         names = sorted(base.shards, key=lambda name: -base.shards[name].data_bytes)
         excluded = base.shards.keys() | _REWRITTEN
         names += [name for name in directory.list_files(base.directory) if name not in excluded]
-        names += [GRAFT_SHARD] if added.get("") else []
+        names += [GRAFT_SHARD] if added.get(GRAFTED) else []
         self.progress.start_phase("write", result_bytes(base, self.changes))
         with ThreadPoolExecutor(WORKERS) as pool:
             entries = [entry for entry in pool.map(self._write_full_layout_file, names) if entry]
         index = {name: shard for name, shard in base.owner.items() if name not in added}
         for old, tensors in added.items():
-            shard = base.owner[old] if old else GRAFT_SHARD
+            shard = GRAFT_SHARD if old == GRAFTED else base.owner[old]
             index.update({tensor.name: shard for tensor in tensors})
         return Layout(sorted(entries, key=lambda entry: entry.path), index)
 
     def _write_full_layout_file(self, name: str) -> ReceiptFile | None:
-        """Write a file; return None if all tensors of a shard are removed or in other shards."""
+        """Write a file; if no tensor remains in a shard, skip the shard and return None."""
         if name == GRAFT_SHARD:
-            return self._write_new_shard(name, self.changes.added[""])
+            return self._write_new_shard(name, self.changes.added[GRAFTED])
         source, target = self.base.directory / name, self.result_dir / name
         hashes, shard = self.hashes[name], self.base.shards.get(name)
         target.parent.mkdir(parents=True, exist_ok=True)
-        # Listed per shard, because the tensors of a large model take much memory.
+        # List one shard at a time, because the tensors of a large model take much memory.
         tensors = _list_full_shard(self.base, name, self.changes) if shard else []
         has_new = any(tensor.span.path != source for tensor in tensors)
         names = [tensor.name for tensor in tensors]
@@ -237,7 +238,7 @@ def _list_full_shard(base: directory.Checkpoint, shard: str, changes: Changes) -
         if base.owner[name] != shard:
             continue
         if name in changes.added:
-            new = changes.added[name]
+            new = changes.added[name]  # the weight, then its scales; empty if it is removed
             weights += new[:1]
             scales += new[1:]
         else:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from spark_checkpoint import ValidationError
-from spark_checkpoint.build.write import Changes, NewTensor, Staging, split_span
+from spark_checkpoint.build.write import GRAFTED, Changes, NewTensor, Staging, split_span
 from spark_checkpoint.directory import Checkpoint, Span, read_span
 from spark_checkpoint.headers import Tensor
 from spark_checkpoint.number_formats import (
@@ -57,9 +57,9 @@ _T = TypeVar("_T")
 def _read_fp8_rows(
     span: Span, scales: Floats, columns: int, block: tuple[int, int]
 ) -> Iterator[Floats]:
-    for number, raw in enumerate(split_span(span, max(1, columns * block[0]))):
+    for block_row, raw in enumerate(split_span(span, max(1, columns * block[0]))):
         codes = np.frombuffer(raw, np.uint8).reshape(-1, columns)
-        yield dequantize(codes, scales[number : number + 1], block)
+        yield dequantize(codes, scales[block_row : block_row + 1], block)
 
 
 def _read_weight_rows(base: Checkpoint, name: str, block: tuple[int, int]) -> Iterator[Floats]:
@@ -89,31 +89,33 @@ def pack_weight(
     name, dtype, (outputs, inputs), span = weight
     qweight = stage.reserve(outputs * inputs * bits // 8)
     scales = np.empty((inputs // GROUP, outputs), "<u2")
-    code_rows = max(1, _WEIGHTS_AT_ONCE // inputs)
-    block_rows = max(code_rows, _BLOCK_BYTES // inputs // code_rows * code_rows)
+    rows_at_once = max(1, _WEIGHTS_AT_ONCE // inputs)
+    block_rows = rows_at_once * max(1, _BLOCK_BYTES // inputs // rows_at_once)
 
-    def quantize_block(first: int) -> Any:
-        count = min(block_rows, outputs - first)
+    def quantize_block(first_row: int) -> Any:
+        count = min(block_rows, outputs - first_row)
         codes = np.empty((count, inputs), np.uint8)
         sums = np.zeros(2)
-        for row in range(0, count, code_rows):
-            row_count = min(code_rows, count - row)
-            start = span.offset + (first + row) * inputs * 2
+        for row in range(0, count, rows_at_once):
+            row_count = min(rows_at_once, count - row)
+            start = span.offset + (first_row + row) * inputs * 2
             raw = read_span(Span(span.path, start, row_count * inputs * 2))
             values = to_floats(raw, dtype, (row_count, inputs))
             if not np.isfinite(values).all():
                 raise ValidationError(name, "has NaN or infinite values", "download the base again")
             rows = quantize_rows(values, bits)
             codes[row : row + row_count] = rows.codes
-            scales[:, first + row : first + row + row_count] = rows.scales.T
+            scales[:, first_row + row : first_row + row + row_count] = rows.scales.T
             sums += (rows.squared_error, rows.squared_weights)
             on_bytes(len(raw))
-        for line, packed in enumerate(pack_rows(codes, bits)):
-            stage.write(qweight, (line * outputs + first) * WORD_BITS // 8, packed.data)
+        for packed_row, words in enumerate(pack_rows(codes, bits)):
+            stage.write(qweight, (packed_row * outputs + first_row) * WORD_BITS // 8, words.data)
         return sums
 
     with ThreadPoolExecutor(workers) as pool:
-        error, power = sum(pool.map(quantize_block, range(0, outputs, block_rows)))
+        squared_error, squared_weights = sum(
+            pool.map(quantize_block, range(0, outputs, block_rows))
+        )
     zeros = bytes([ZERO_POINT_BYTES[bits]]) * (inputs // GROUP * outputs * bits // 8)
     spans = (qweight, stage.append(scales.data), stage.append(zeros))
     parts = packed_tensors(weight.shape, bits).items()
@@ -121,7 +123,7 @@ def pack_weight(
         NewTensor(name.removesuffix(WEIGHT) + suffix, part_dtype, shape, part_span)
         for (suffix, (part_dtype, shape)), part_span in zip(parts, spans, strict=True)
     ]
-    return Packed(tensors, float((error / (power or 1.0)) ** 0.5))
+    return Packed(tensors, float((squared_error / (squared_weights or 1.0)) ** 0.5))
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +138,8 @@ class TensorMaker:
     changes: Changes
 
     def compare_with_donor(self) -> None:
-        found = self._run_in_parallel("spot-check", self._compare, self._weight_bytes())
-        deviations = dict(zip(self.modules, found, strict=True))
+        results = self._run_in_parallel("spot-check", self._compare, self._weight_bytes())
+        deviations = dict(zip(self.modules, results, strict=True))
         check_outliers(deviations)
         errors = [deviation.module_error for deviation in deviations.values()]
         self.changes.report["shared_experts"] = _error_report(errors)
@@ -170,34 +172,35 @@ class TensorMaker:
                 span = self.stage.reserve(span.size_bytes * 2)
                 entry = Tensor("BF16", entry.shape, 0, span.size_bytes)
                 used_blocks: list[Any] = []
+                # Also stages the values, because the check consumes the iterator.
                 _check_values(name, entry, self._stage_bf16(name, span, used_blocks))
                 used_scales[name] = self._donor_scales(name)[np.concatenate(used_blocks)]
             else:
                 _check_values(name, entry, split_span(span, _CHUNK_BYTES))
             grafted.append(NewTensor(name, entry.dtype, entry.shape, span))
         check_scale_sizes(used_scales)
-        self.changes.added.setdefault("", []).extend(grafted)
+        self.changes.added.setdefault(GRAFTED, []).extend(grafted)
 
     def pack_drafter(self, names: Sequence[str]) -> None:
-        """Round 16-bit MTP weights, of the base or grafted, to INT4."""
+        """Quantize 16-bit MTP weights, including grafted weights, to INT4."""
         added = self.changes.added
-        grafted = {tensor.name: tensor for tensor in added.get("", ())}
+        grafted = {tensor.name: tensor for tensor in added.get(GRAFTED, ())}
         weights = {name: grafted.get(name) or self._base_weight(name) for name in names}
 
         def pack(name: str) -> Packed:
             packed = pack_weight(weights[name], 4, self.stage)
             if packed.error > INT4_LIMIT:
-                problem = f"INT4 differs from the 16-bit weight by {packed.error:.1%}"
-                fix = "set drafter: keep"
-                raise ValidationError(name, f"{problem}, but the limit is {INT4_LIMIT:.0%}", fix)
+                difference = f"{packed.error:.1%} (limit {INT4_LIMIT:.0%})"
+                problem = f"INT4 differs from the 16-bit weight by {difference}"
+                raise ValidationError(name, problem, "set drafter: keep")
             return packed
 
         sizes = {name: weight.span.size_bytes for name, weight in weights.items()}
         results = self._run_in_parallel("drafter", pack, sizes)
         for name, packed in zip(names, results, strict=True):
             if name in grafted:
-                position = added[""].index(grafted[name])
-                added[""][position : position + 1] = packed.tensors
+                position = added[GRAFTED].index(grafted[name])
+                added[GRAFTED][position : position + 1] = packed.tensors
             else:
                 added[name] = packed.tensors
         self.changes.report["drafter"] = _error_report([packed.error for packed in results])
@@ -207,9 +210,9 @@ class TensorMaker:
         return NewTensor(name, tensor.dtype, tensor.shape, self.base.span(name))
 
     def _stage_bf16(self, name: str, target: Span, used_blocks: list[Any]) -> Iterator[bytes]:
-        """Stage an FP8 matrix as BF16, and yield its bytes by rows of blocks.
+        """Stage an FP8 matrix as BF16, and yield its bytes, one row of blocks at a time.
 
-        For each row, append to ``used_blocks`` which blocks have a nonzero weight.
+        For each row, append to ``used_blocks`` a mask of the blocks with a nonzero weight.
         """
         position, scales = 0, self._donor_scales(name)
         for rows in _read_fp8_rows(self.spans[name], scales, self.donor[name].shape[1], self.block):
@@ -230,7 +233,7 @@ class TensorMaker:
         return scales
 
     def _compare(self, module: str) -> Deviation:
-        """Return the deviation of a donor weight; raise ValidationError for large deviations."""
+        """Return how much a donor weight differs from the base's; reject large differences."""
         name = module + WEIGHT
         comparison = Comparison(self._donor_scales(name), self.block)
         codes = split_span(self.spans[name], self.donor[name].shape[1] * self.block[0])
@@ -241,8 +244,8 @@ class TensorMaker:
         if not comparison.any_nonzero:
             raise ValidationError(module, "the weight in the FP8 source is all zero", _FIX)
         deviation = comparison.deviation()
-        # `not <=` also finds NaN.
         module_error, worst_block_error, _ = deviation
+        # `not <=` also rejects NaN.
         if not (module_error <= MODULE_LIMIT and worst_block_error <= BLOCK_LIMIT):
             problem = (
                 f"the FP8 source differs from the base's weight by {module_error:.1%} "
@@ -256,20 +259,21 @@ class TensorMaker:
         shape, block = self.base.tensor(module + WEIGHT).shape, self.block
         grid = block_grid(shape, block)
         span = self.stage.reserve(shape[0] * shape[1])
-        squared_error = power = 0.0
+        squared_error = squared_weights = 0.0
         scales = []
         for number, weights in enumerate(_read_weight_rows(self.base, module + WEIGHT, block)):
-            codes, bits = quantize_blocks(weights, block)
+            codes, scale_bits = quantize_blocks(weights, block)
             self.stage.write(span, number * block[0] * shape[1], codes.tobytes())
-            scales.append(bits.tobytes())
-            error = dequantize(codes, from_bf16_bits(bits), block) - weights
+            scales.append(scale_bits.tobytes())
+            error = dequantize(codes, from_bf16_bits(scale_bits), block) - weights
             squared_error += float((error * error).sum(dtype="f8"))
-            power += float((weights * weights).sum(dtype="f8"))
+            squared_weights += float((weights * weights).sum(dtype="f8"))
         tensors = [
             NewTensor(module + WEIGHT, FP8, shape, span),
             NewTensor(module + SCALE, "BF16", grid, self.stage.append(b"".join(scales))),
         ]
-        return Packed(tensors, (squared_error / power) ** 0.5 if power else 0.0)
+        relative_error = (squared_error / squared_weights) ** 0.5 if squared_weights else 0.0
+        return Packed(tensors, relative_error)
 
     def _swap(self, quantize: Callable[[str], Packed]) -> None:
         """Replace all modules; ``quantize`` returns a module's new tensors and relative error."""

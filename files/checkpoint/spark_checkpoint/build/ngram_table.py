@@ -76,9 +76,8 @@ class NgramTable:
         return BLOCK_BYTES * (1 - (-self.rows // rows_per_block))
 
     def write(self, directory: Path, progress: Progress) -> Written:
-        progress.start_phase(
-            "ngram-table", sum(self.base.tensor(s).size_bytes for s in self.shards)
-        )
+        size_bytes = sum(self.base.tensor(shard).size_bytes for shard in self.shards)
+        progress.start_phase("ngram-table", size_bytes)
         encode, scale = self._select_encoder()
         header = {
             "format": FORMAT,
@@ -89,14 +88,14 @@ class NgramTable:
         }
         with closing(HashingFile(directory / self.file_name)) as sink:
             sink.write(_add_checksum(json.dumps(header).encode(), 0))
-            number = 1
+            block_number = 1
             rows_per_block = (BLOCK_BYTES - 4) // self.row_bytes
             for rows in _regroup_rows(self._encode_all(encode, progress), rows_per_block):
                 blocks = []
                 for start in range(0, len(rows), rows_per_block):
                     content = rows[start : start + rows_per_block].tobytes()
-                    blocks.append(_add_checksum(content, number))
-                    number += 1
+                    blocks.append(_add_checksum(content, block_number))
+                    block_number += 1
                 sink.write(b"".join(blocks))
             return sink.finish()
 
@@ -109,7 +108,7 @@ class NgramTable:
             scale = self._read_scale("weight_scale")
             if self.number_format == "e4m3":
                 return self._read_fp8, scale
-            # Relative to this scale, a group's scale equals its largest FP8 value, at most 448.
+            # With this scale of the table, a group's scale is its largest FP8 value, at most 448.
             table_scale = scale / E2M1_MAX
 
             def requantize(shard: str, start: int, count: int) -> Codes:
@@ -122,13 +121,16 @@ class NgramTable:
                 float(np.abs(self._read_floats(*chunk)).max()) for chunk in self._chunks()
             )
             table_scale = float(np.float32(largest / (E2M1_MAX * E4M3_MAX))) or 1.0
-            return (
-                lambda *chunk: quantize_to_e2m1(self._read_floats(*chunk), table_scale)
-            ), table_scale
+
+            def quantize(shard: str, start: int, count: int) -> Codes:
+                return quantize_to_e2m1(self._read_floats(shard, start, count), table_scale)
+
+            return quantize, table_scale
         problem = f"is {dtype}, which cannot be converted to {self.number_format}"
         raise ValidationError(self.shards[0], problem, _FIX)
 
     def _chunks(self) -> Iterator[tuple[str, int, int]]:
+        """Yield the shard, the first row and the number of rows of each chunk."""
         for shard in self.shards:
             rows = self.base.tensor(shard).shape[0]
             for start in range(0, rows, _CHUNK_ROWS):
@@ -140,17 +142,16 @@ class NgramTable:
         chunks = self._chunks()
         with ThreadPoolExecutor(WORKERS) as pool:
             while batch := list(itertools.islice(chunks, WORKERS)):
-                for chunk, rows in zip(
-                    batch, pool.map(lambda chunk: encode(*chunk), batch), strict=True
-                ):
-                    tensor = self.base.tensor(chunk[0])
-                    progress.add(chunk[2] * tensor.size_bytes // tensor.shape[0])
+                encoded = pool.map(lambda chunk: encode(*chunk), batch)
+                for (shard, _, count), rows in zip(batch, encoded, strict=True):
+                    tensor = self.base.tensor(shard)
+                    progress.add(count * tensor.size_bytes // tensor.shape[0])
                     yield rows
 
     def _read(self, name: str, start: int, count: int) -> bytes:
         tensor, span = self.base.tensor(name), self.base.span(name)
-        width = tensor.size_bytes // tensor.shape[0]
-        return read_span(Span(span.path, span.offset + start * width, count * width))
+        row_bytes = tensor.size_bytes // tensor.shape[0]
+        return read_span(Span(span.path, span.offset + start * row_bytes, count * row_bytes))
 
     def _read_floats(self, shard: str, start: int, count: int) -> Floats:
         dtype = self.base.tensor(shard).dtype
@@ -192,7 +193,8 @@ def find_tables(base: Checkpoint, number_format: str) -> list[NgramTable]:
     for name in base.owner:
         match = _SHARD.fullmatch(name)
         if match:
-            shards_by_table.setdefault((match[1], int(match[2])), {})[int(match[3])] = name
+            prefix, layer, number = match[1], int(match[2]), int(match[3])
+            shards_by_table.setdefault((prefix, layer), {})[number] = name
     tables = []
     for (prefix, layer), shards in sorted(shards_by_table.items()):
         missing = set(range(max(shards) + 1)) - shards.keys()
@@ -210,21 +212,22 @@ def quantize_to_e2m1(values: Floats, table_scale: float) -> Codes:
     """Round rows to e2m1; return each row's packed codes, then an e4m3 scale per 16 numbers."""
     groups = values.reshape(len(values), -1, GROUP)
     largest = np.abs(groups).max(axis=2)
-    step = np.float32(table_scale)
-    codes = to_e4m3(np.minimum(largest / (np.float32(E2M1_MAX) * step), np.float32(E4M3_MAX)))
-    scales = from_e4m3(codes) * step
+    unit = np.float32(table_scale)
+    scale_codes = to_e4m3(np.minimum(largest / (np.float32(E2M1_MAX) * unit), np.float32(E4M3_MAX)))
+    scales = from_e4m3(scale_codes) * unit
+    # Magnitudes in quarters of the group's scale; zero if the scale is zero.
     quarters = np.abs(groups) * (4 / np.where(scales > 0, scales, np.inf))[:, :, None]
     numbers = _E2M1_CODES[np.minimum(quarters, 31).astype(np.uint8)]
     numbers |= np.signbit(groups).astype(np.uint8) << 3
     pairs = numbers.reshape(len(values), -1, 2)
-    return np.concatenate([pairs[:, :, 0] | pairs[:, :, 1] << 4, codes], axis=1)
+    return np.concatenate([pairs[:, :, 0] | pairs[:, :, 1] << 4, scale_codes], axis=1)
 
 
 def _regroup_rows(arrays: Iterator[Codes], multiple: int) -> Iterator[Codes]:
-    """Yield the rows in arrays whose lengths are multiples of ``multiple``, except for the last."""
+    """Yield the same rows in arrays whose lengths, except the last, are multiples of a number."""
     rest: Codes | None = None
-    for rows in arrays:
-        rows = rows if rest is None else np.concatenate([rest, rows])
+    for array in arrays:
+        rows = array if rest is None else np.concatenate([rest, array])
         whole = len(rows) - len(rows) % multiple
         if whole:
             yield rows[:whole]
@@ -233,7 +236,7 @@ def _regroup_rows(arrays: Iterator[Codes], multiple: int) -> Iterator[Codes]:
         yield rest
 
 
-def _add_checksum(content: bytes, number: int) -> bytes:
-    """Return a block of the file with its checksum."""
+def _add_checksum(content: bytes, block_number: int) -> bytes:
+    """Return a block of the file: the padded content and its CRC-32, seeded with the number."""
     content = content.ljust(BLOCK_BYTES - 4, b"\0")
-    return content + zlib.crc32(content, number & 0xFFFFFFFF).to_bytes(4, "little")
+    return content + zlib.crc32(content, block_number & 0xFFFFFFFF).to_bytes(4, "little")

@@ -125,12 +125,12 @@ _COUNTED = {
 
 
 def _check_counts(base: Checkpoint, config: Mapping[str, Any]) -> None:
-    """Compare counts in config.json with the names in the base, which match the catalog."""
+    """Compare counts in config.json with the base's tensor names, which already match the plan."""
     sizes = read_sizes(base, config)
     for key, pattern in _COUNTED.items():
-        planned = len({match[1] for name in base.owner if (match := pattern.match(name))})
-        if sizes.get(key, planned) != planned:
-            problem = f"{key} is {sizes[key]}, but the tensors in the model file are for {planned}"
+        count = len({match[1] for name in base.owner if (match := pattern.match(name))})
+        if sizes.get(key, count) != count:
+            problem = f"{key} is {sizes[key]}, but the tensors in the model file are for {count}"
             fix = "download the base again, or correct `tensors` in the model file"
             raise ValidationError(f"{base.directory}/config.json", problem, fix)
 
@@ -158,7 +158,7 @@ def required_donor_tensors(plan: BuildPlan, sources: Sources) -> dict[str, Tenso
 def check_base_names(plan: BuildPlan, base: Checkpoint, modules: list[str]) -> list[str]:
     """Return the missing MTP names; raise ValidationError if other names differ from the plan.
 
-    Patterns are expanded only for the error, because the names take much memory.
+    The base's patterns are expanded only for an error message, because the names take much memory.
     """
     names, where = base.owner.keys(), str(base.directory)
     patterns = base_patterns(plan)
@@ -231,17 +231,17 @@ def _check_donor_weights(
 
 def read_sizes(base: Checkpoint, config: Mapping[str, Any]) -> dict[str, int]:
     """Return the sizes in config.json; the embedding's width is the default hidden size."""
-    sizes = {"1": 1}  # _ONE in _SHAPES has this key
+    sizes = {"1": 1}  # the key in _ONE
     if _EMBEDDING in base.owner:
         sizes["hidden_size"] = base.tensor(_EMBEDDING).shape[-1]
     text = config.get("text_config")
-    for level in (config, text if isinstance(text, Mapping) else {}):
-        sizes |= {key: size for key, size in level.items() if type(size) is int and size > 0}
+    for section in (config, text if isinstance(text, Mapping) else {}):
+        sizes |= {key: size for key, size in section.items() if type(size) is int and size > 0}
     return sizes
 
 
 def hash_tensors(tensors: Mapping[str, Tensor | NewTensor], spans: Mapping[str, Span]) -> str:
-    """Return a hash of names, dtypes, shapes and bytes, independent of the files."""
+    """Return a hash of names, dtypes, shapes and bytes, regardless of the files they are in."""
     hasher = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name]
@@ -268,11 +268,11 @@ def check_graftable(
         elif entry.dtype not in SIXTEEN_BIT:
             problem = f"is {entry.dtype}, expected {FP8} or a 16-bit floating-point dtype"
             raise ValidationError(where, problem, _FIX)
-        shape = next((shape for pattern, shape in _SHAPES if re.fullmatch(pattern, name)), None)
-        if shape is None:
+        multiples = next((shape for pattern, shape in _SHAPES if re.fullmatch(pattern, name)), None)
+        if multiples is None:
             continue
         # None accepts any size.
-        expected = [factor * sizes[key] if key in sizes else None for factor, key in shape]
+        expected = [factor * sizes[key] if key in sizes else None for factor, key in multiples]
         is_same = len(entry.shape) == len(expected) and all(
             size in (None, actual) for actual, size in zip(entry.shape, expected, strict=True)
         )

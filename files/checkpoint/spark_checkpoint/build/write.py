@@ -34,11 +34,14 @@ class NewTensor(NamedTuple):
     span: Span
 
 
+GRAFTED = ""
+
+
 @dataclass(slots=True)
 class Changes:
     """All differences from the base.
 
-    ``added`` maps replaced names to new tensors, and the empty name to additional tensors.
+    ``added`` maps replaced names to new tensors, and ``GRAFTED`` to additional tensors.
     """
 
     added: dict[str, list[NewTensor]] = field(default_factory=dict)
@@ -114,7 +117,7 @@ class VerifiedSource:
             piece = self._pieces[-1]
             piece_end = self._piece_begin + piece.size_bytes
             is_whole_piece = self._position == self._piece_begin and piece_end <= end
-            write = sink.append if is_whole_piece else sink.write
+            write = sink.write_unhashed if is_whole_piece else sink.write
             for part in self._read_to(min(end, piece_end)):
                 write(part)
                 progress.add(len(part))
@@ -130,6 +133,7 @@ class VerifiedSource:
             raise ValidationError(str(self._path), "changed while it was being read", fix)
 
     def _skip_to(self, offset: int) -> None:
+        """Verify the bytes up to ``offset`` without copying them."""
         if offset < self._position:
             raise ValueError(f"{self._path}: {offset} precedes {self._position}")
         while self._position < offset:
@@ -178,9 +182,9 @@ class HashingFile:
 
     def write(self, data: bytes | memoryview) -> None:
         self._hasher.update(data)
-        self.append(data)
+        self.write_unhashed(data)
 
-    def append(self, data: bytes | memoryview) -> None:
+    def write_unhashed(self, data: bytes | memoryview) -> None:
         write_all(self._fd, data)
         self._dropper.advance(len(data))
 

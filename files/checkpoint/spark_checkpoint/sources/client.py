@@ -96,9 +96,9 @@ class HttpClient:
         self.stop.set()
 
     def check_announcement(self, url: str, file: FetchFile) -> None:
-        """Raise ValidationError if the hub announced a different size or hash than the lock."""
+        """Raise ValidationError if the announced size or hash differs from the lock."""
         size_bytes, announced_hash = self._announced.get(url, (None, None))
-        # Compare only hashes of the same type.
+        # Compare only hashes of the same type, which the length identifies.
         locked_hash = {64: file.sha256, 40: file.git_sha1}.get(len(announced_hash or ""))
         has_other_hash = locked_hash is not None and announced_hash != locked_hash
         if size_bytes not in (None, file.size_bytes) or has_other_hash:
@@ -121,7 +121,7 @@ class HttpClient:
     def read_start(self, url: str, count_bytes: int) -> tuple[int, bytes]:
         def read_once() -> tuple[int, bytes]:
             with self._open(url, (0, count_bytes)) as response:
-                total = _parse_content_range(url, response)[2]
+                _, _, total = _parse_content_range(url, response)
                 length = _check_length(url, response, 0, count_bytes, total, whole=False)
                 return total, b"".join(self._read(url, response, length))
 
@@ -286,9 +286,10 @@ class HttpClient:
             problem = f"the hub sent a different commit: {commit}"
             raise ValidationError(url, problem, "lock the repository again")
         size = headers.get("X-Linked-Size", "")
-        tag = headers.get("X-Linked-ETag", "").removeprefix("W/").strip('"')
+        size_bytes = int(size) if re.fullmatch(_DIGITS, size) else None
+        announced_hash = headers.get("X-Linked-ETag", "").removeprefix("W/").strip('"') or None
         with self._lock:
-            self._announced[url] = (int(size) if re.fullmatch(_DIGITS, size) else None, tag or None)
+            self._announced[url] = (size_bytes, announced_hash)
 
     def _count_received(self, count_bytes: int) -> None:
         with self._lock:

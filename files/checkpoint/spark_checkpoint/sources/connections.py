@@ -69,7 +69,7 @@ class MinimumRate(NamedTuple):
 
     @staticmethod
     def for_source(transfer: TransferOptions, *, replaceable: bool) -> "MinimumRate":
-        """Return the rate for a source; ``replaceable`` if another source has the same files."""
+        """Return the rate for a source, which is ``replaceable`` if another has the same files."""
         if not replaceable:
             return MinimumRate(_MINIMUM_BYTES_PER_S / transfer.parallel, 2 * transfer.timeout_s)
         window_s = transfer.slow_after_s
@@ -89,7 +89,7 @@ class RateLimit:
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes per read; small, so that the rate is even."""
+        """The size of a read, which is small enough for an even rate."""
         if self._bytes_per_s is None:
             return CHUNK_BYTES
         return max(4096, min(CHUNK_BYTES, self._bytes_per_s // 8))
@@ -129,7 +129,7 @@ class RetryBudget:
     def record_progress(self, count_bytes: int) -> None:
         self._new_bytes += count_bytes
         active_s = time.monotonic() - self._progressed_at - self._paused_s
-        # Limited, because an unstable connection delivers only a few bytes before the next failure.
+        # Limit the time, because an unstable connection delivers little before the next failure.
         active_s = min(active_s, 10 * self._minimum.window_s)
         if self._new_bytes >= self._minimum.bytes_per_s * active_s:
             self._reset()
@@ -143,14 +143,13 @@ class RetryBudget:
         if is_too_long or (self._failures >= self._transfer.tries and waited_s >= self._outage_s):
             is_replaceable = self._minimum.patience_s < float("inf")
             is_slow = is_replaceable and (is_too_long or waited_s >= self._minimum.window_s)
-            raise (SlowSourceError if is_slow else TransferError)(
-                self._url,
-                f"no progress in {self._failures} attempts over {waited_s:.0f} s; last error: "
-                f"{reason}",
-                "check the network, then run the command again to resume",
-            ) from error
+            error_class = SlowSourceError if is_slow else TransferError
+            attempts = f"{self._failures} attempts over {waited_s:.0f} s"
+            problem = f"no progress in {attempts}; last error: {reason}"
+            fix = "check the network, then run the command again to resume"
+            raise error_class(self._url, problem, fix) from error
         pause_s = min(_PAUSE_LIMIT_S, self._transfer.backoff_s * 2 ** (self._failures - 1))
-        # Random, so that parallel requests do not retry at the same time.
+        # Vary the pause, so that parallel requests do not retry at the same time.
         pause_s *= random.uniform(0.5, 1.0)
         pause_s = max(pause_s, requested_s)
         remaining_s = max(0.0, self._outage_s - waited_s)
@@ -210,7 +209,7 @@ class _StallGuard:
 
     def __init__(self) -> None:
         self._deadlines: dict[object, tuple[float, socket.socket]] = {}
-        self._starting = threading.Lock()
+        self._start_lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
     @contextmanager
@@ -218,7 +217,7 @@ class _StallGuard:
         if sock is None:
             yield
             return
-        with self._starting:
+        with self._start_lock:
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._watch, daemon=True)
                 self._thread.start()
@@ -235,7 +234,7 @@ class _StallGuard:
             now = time.monotonic()
             for deadline, sock in tuple(self._deadlines.values()):
                 if now > deadline:
-                    # Not the method of TLS sockets, which waits for the peer.
+                    # The method of TLS sockets would wait for the peer.
                     with suppress(OSError):
                         socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
@@ -260,7 +259,8 @@ def read_body(
             chunk = _read_chunk(response, chunk_bytes, started)
         if not chunk:
             return
-        waited_s, received = waited_s + time.monotonic() - started, received + len(chunk)
+        waited_s += time.monotonic() - started
+        received += len(chunk)
         yield chunk
         if waited_s < minimum.window_s:
             continue
@@ -282,7 +282,7 @@ def _read_chunk(response: BaseHTTPResponse, limit_bytes: int, started: float) ->
 
 
 def release_connection(response: BaseHTTPResponse, transfer: TransferOptions) -> None:
-    """Read a short body to the end, to reuse the connection; close the connection otherwise."""
+    """Read a short body to the end, so that the connection can be reused; otherwise close it."""
     remaining_bytes = response.length_remaining
     if remaining_bytes is not None and remaining_bytes <= _DRAIN_BYTES:
         with suppress(RetryableError, HTTPError, OSError):
@@ -302,7 +302,7 @@ class Origin(NamedTuple):
 
 
 def parse_origin(url: str) -> Origin:
-    """Return the origin of an http or https address; raise ValueError for any other."""
+    """Return the origin of an http or https address; raise ValueError for others."""
     parts = parse_url(url)
     if parts.scheme not in port_by_scheme or not parts.host:
         raise ValueError(f"invalid address {url!r}, expected http:// or https://")
@@ -368,7 +368,7 @@ def _is_token(text: str) -> bool:
 def request_token(
     challenge: str, pool: PoolManager, scheme: str, transfer: TransferOptions
 ) -> str | None:
-    """Return an anonymous token from the service in a 401 challenge, or None.
+    """Return an anonymous token from the service that a 401 challenge names, or None.
 
     If the registry's ``scheme`` is https, the token service must also use https.
     """

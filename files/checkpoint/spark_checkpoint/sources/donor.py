@@ -85,7 +85,7 @@ class RepositoryFiles:
         return self._base_url + quote(path)
 
     def index(self, keep: Callable[[str], bool] = lambda name: True) -> dict[str, str]:
-        """Return the shard of each tensor from the index, for names that satisfy ``keep``."""
+        """Read the index; return the shard of each tensor whose name satisfies ``keep``."""
         raw = self.client.read_whole(self.url(INDEX_NAME), _INDEX_LIMIT_BYTES)
         return headers.parse_weight_map(raw, self.url(INDEX_NAME), "check the repository", keep)
 

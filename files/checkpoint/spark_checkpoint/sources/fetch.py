@@ -82,10 +82,10 @@ class _Download:
         entries = []
         for file in sorted(self.plan.files, key=lambda file: file.path):
             sha256, pieces = self.hashes[file.path]
-            # A single piece would have the hash of the file.
-            lines = tuple(map(str, pieces)) if len(pieces) > 1 else None
+            # The hash of a single piece would repeat the hash of the file.
+            piece_lines = tuple(map(str, pieces)) if len(pieces) > 1 else None
             stamp = storage.read_stamp(self.result_dir / file.path)
-            entries.append(receipt_entry(file.path, stamp, sha256, lines))
+            entries.append(receipt_entry(file.path, stamp, sha256, piece_lines))
         receipt = SourceReceipt(
             kind="source",
             digest=self.plan.digest,
@@ -114,8 +114,8 @@ class _Download:
         missing = []
         for file in self.plan.files:
             path = self.result_dir / file.path
-            has_size = path.is_file() and path.stat().st_size == file.size_bytes
-            if not has_size or why_writable_by_others(path) is not None:
+            is_complete = path.is_file() and path.stat().st_size == file.size_bytes
+            if not is_complete or why_writable_by_others(path) is not None:
                 missing.append(file)
                 continue
             if file.sha256 is not None:
@@ -133,6 +133,7 @@ class _Download:
         names_by_path = by_size[file.size_bytes]
         hashes, name = {file.sha256, file.git_sha1}, Path(file.path).name
 
+        # Try files named after a hash first, as in a hub cache, then files with the same name.
         def priority(path: Path) -> tuple[bool, bool, str]:
             names = names_by_path[path]
             return hashes.isdisjoint(names), name not in names, str(path)
@@ -159,6 +160,7 @@ class _Download:
             self.progress.skip(-file.size_bytes)
             return False
         target.unlink(missing_ok=True)
+        # Link only a file that everyone can read and only root can change; otherwise copy it.
         try:
             if not os.fstat(source_fd).st_mode & stat.S_IROTH:
                 raise PermissionError(errno.EPERM, "not readable by everyone", str(path))
@@ -197,7 +199,7 @@ class _Download:
             return
         failures: list[BuilderError] = []
         has_mirrors = len(self.plan.urls) > 1
-        if has_mirrors and self._try_urls(file, self.client.for_first_pass(), []):
+        if has_mirrors and self._try_urls(file, self.client.for_first_pass(), failures=[]):
             return
         if self._try_urls(file, self.client, failures):
             return
@@ -254,14 +256,14 @@ class _Download:
         self, file: fetching.FetchFile, client: HttpClient, url: str, part: Path
     ) -> ContentHash:
         hasher = self._new_hash(file)
-        present = _size_or_zero(part)
-        if present > file.size_bytes:
+        present_bytes = _size_or_zero(part)
+        if present_bytes > file.size_bytes:
             os.truncate(part, 0)
-            present = 0
-        if present:
+            present_bytes = 0
+        if present_bytes:
             hasher.update_from(part, self.progress.skip)
-        with storage.write_durably(part, 0, present) as write:
-            chunks = client.stream(url, present, file.size_bytes, file.size_bytes)
+        with storage.write_durably(part, 0, present_bytes) as write:
+            chunks = client.stream(url, present_bytes, file.size_bytes, file.size_bytes)
             for number, chunk in enumerate(chunks):
                 if number == 0:
                     client.check_announcement(url, file)
@@ -283,9 +285,9 @@ def _size_or_zero(path: Path) -> int:
 
 
 def fetch_layers(plan: fetching.LayersPlan, manifests: Path, progress: Progress) -> None:
-    """Download an image's blobs for this machine, and manifests into ``manifests``.
+    """Download an image's blobs for this machine, and write its manifests to a directory.
 
-    Manifests always come from the registry.
+    Blobs may come from peers, but manifests always come from the registry.
     """
     reference = fetching.parse_reference(plan.reference)
     base = reference.base_url(plain=plan.plain)
@@ -299,7 +301,7 @@ def fetch_layers(plan: fetching.LayersPlan, manifests: Path, progress: Progress)
         blobs = [manifest["config"], *manifest["layers"]]
         sizes = {str(blob["digest"]): int(blob["size"]) for blob in blobs}
     except (KeyError, TypeError, ValueError) as error:
-        problem = f"the manifest has no valid {error}"
+        problem = f"the manifest has no valid list of blobs ({error!r})"
         raise ValidationError(plan.reference, problem, "check the registry") from error
     blobs_plan = fetching.FetchPlan(
         **{option.name: getattr(plan, option.name) for option in fields(fetching.TransferOptions)},
@@ -320,7 +322,7 @@ def fetch_layers(plan: fetching.LayersPlan, manifests: Path, progress: Progress)
 
 
 def _read_manifests(client: HttpClient, base: str, digest: str) -> Iterator[tuple[str, bytes]]:
-    """Yield digest and body of the list of platforms, if any, and of the manifest."""
+    """Yield the digests and bodies of the list of platforms, if any, and of the manifest."""
     url = f"{base}/manifests/{digest}"
     body = client.read_whole(url, _MANIFEST_LIMIT_BYTES)
     actual = f"sha256:{hashlib.sha256(body).hexdigest()}"

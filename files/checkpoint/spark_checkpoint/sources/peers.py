@@ -137,21 +137,24 @@ class Peers:
         progress = peer.progress
         try:
             line = client.read_whole(f"{peer.url}/progress", _PROGRESS_BYTES).decode()
-            progress, peer.problem = job.parse_progress(line, None), "no progress"
+            progress = job.parse_progress(line, total_bytes=None)
+            peer.problem = "no progress"
         except (ValidationError, TransferError, UnicodeDecodeError) as error:
             peer.problem = str(error)
         with self._lock:
             now = time.monotonic()
             if self._has_advanced(peer, progress, now):
                 peer.progress, peer.progressed_at = progress, now
-            if now - peer.progressed_at < self._patience_s or peer.skipped_until > now:
-                return peer.skipped_until <= now
+            if peer.skipped_until > now:
+                return False
+            if now - peer.progressed_at < self._patience_s:
+                return True
             note(f"peer: skipping {peer.url} for {SKIP_S:.0f} s: {peer.problem}")
             peer.skipped_until = now + SKIP_S
             return False
 
     def _has_advanced(self, peer: _Peer, progress: job.Progress | None, now: float) -> bool:
-        """Return whether a peer's phase changed, or its bytes grew at the minimum rate."""
+        """Return whether a peer's phase changed, or whether its bytes grew fast enough."""
         if progress is None or peer.progress is None or progress.phase != peer.progress.phase:
             return progress != peer.progress
         new_bytes = (progress.bytes or 0) - (peer.progress.bytes or 0)
@@ -198,7 +201,7 @@ def copy_requantized(
     result_dir: Path,
     progress: Progress,
 ) -> None:
-    """Copy all files, which must be data files, and verify them with the receipt."""
+    """Copy all files, which must be data files, and verify them against the receipt."""
     original = {file.path for file in plan.original.files}
     for path in {file.path for file in receipt.files} - original:
         if "/" in path or not path.endswith(_DATA_SUFFIXES):
