@@ -71,11 +71,11 @@ def _pull_from_peers(plan_file: Path, paths: Paths) -> None:
         raise HostToolError(plan.reference, "cannot download the layers", "see the log lines above")
     reference = fetching.parse_reference(plan.reference)
     with _local_registry(blobs, manifests, paths) as address:
-        local = f"{address}/{reference.name}@{reference.version}"
-        pull(local)
-    # The layers are present, so this only adds the registry's name.
+        local_reference = f"{address}/{reference.name}@{reference.version}"
+        pull(local_reference)
+    # Docker already has the layers, so this only adds the original name.
     pull(plan.reference)
-    docker.client("image", "rm", local)
+    docker.client("image", "rm", local_reference)
     if not plan.keep:
         shutil.rmtree(blobs)
 
@@ -116,8 +116,10 @@ def _wait_for_port(port: int, server: subprocess.Popen[bytes]) -> None:
 
 def _manifest_location(path: Path) -> str:
     manifest = json.loads(path.read_text())
-    kinds = fetching.MANIFEST_TYPES[:2] if "manifests" in manifest else fetching.MANIFEST_TYPES[2:]
-    kind = manifest.get("mediaType") if manifest.get("mediaType") in kinds else kinds[0]
+    kind, is_index = manifest.get("mediaType"), "manifests" in manifest
+    # The first two types are for an index.
+    allowed = fetching.MANIFEST_TYPES[:2] if is_index else fetching.MANIFEST_TYPES[2:]
+    kind = kind if kind in allowed else allowed[0]
     return (
         f"location ~ /manifests/{path.name}$ {{ root {nginx.quote_path(path.parent)}; "
         f"default_type {kind}; try_files /{path.name} =404; "
@@ -150,26 +152,27 @@ class PullProgress:
             if "progressDetail" in event:
                 self._status[layer] = status
                 self._count_bytes(layer, status, event["progressDetail"])
-            kind = (layer, re.sub(r"\d+", "#", status))  # "Retrying in 5 seconds", "in 4 seconds"
+            # "Retrying in 5 seconds" and "Retrying in 4 seconds" are the same status.
+            layer_status = (layer, re.sub(r"\d+", "#", status))
             bytes_now = sum(self._downloaded.values()) + sum(self._unpacked.values())
             min_bytes = 1.0
             if self._is_downloading():
                 min_bytes = fetching.PULL_MIN_BYTES_PER_S * self._stall_s
-            if kind not in self._seen or bytes_now - self._progress_bytes >= min_bytes:
+            if layer_status not in self._seen or bytes_now - self._progress_bytes >= min_bytes:
                 self._progress_at, self._progress_bytes = now, bytes_now
-            self._seen.add(kind)
+            self._seen.add(layer_status)
 
     def _count_bytes(self, layer: str, status: str, value: object) -> None:
         detail = value if isinstance(value, dict) else {}
         current, total = detail.get("current"), detail.get("total")
         if isinstance(total, int) and total > 0:
             self._totals[layer] = total
-        counted = self._unpacked if status == _UNPACKING else self._downloaded
+        bytes_by_layer = self._unpacked if status == _UNPACKING else self._downloaded
         if status == _DOWNLOADED:
             current = self._totals.get(layer)
-        # With `units` the value is seconds. A retried layer restarts at 0, so keep the maximum.
+        # If there are `units`, `current` is a time. A retry restarts at 0, so keep the maximum.
         if isinstance(current, int) and not detail.get("units"):
-            counted[layer] = max(current, counted.get(layer, 0))
+            bytes_by_layer[layer] = max(current, bytes_by_layer.get(layer, 0))
 
     def _is_downloading(self) -> bool:
         return not self._status or not _LOCAL.issuperset(self._status.values())
@@ -179,44 +182,42 @@ class PullProgress:
         with self._lock:
             idle_s = now - self._progress_at
             if not self._is_downloading():
+                if idle_s <= max(_UNPACK_LIMIT_S, self._stall_s):
+                    return None
                 minutes = f"{_UNPACK_LIMIT_S / 60:.0f} minutes"
-                message = (
-                    f"docker has downloaded all layers, but has made no progress for {minutes}"
-                )
-                return message if idle_s > max(_UNPACK_LIMIT_S, self._stall_s) else None
+                return f"docker has downloaded all layers, but has made no progress for {minutes}"
             if idle_s <= self._stall_s:
                 return None
-            waiting = [name for name, at in sorted(self._status.items()) if at not in _LOCAL]
-            layer = f" for layer {waiting[0]}" if waiting else ""
+            statuses = sorted(self._status.items())
+            waiting = [layer for layer, status in statuses if status not in _LOCAL]
+            data = f"data for layer {waiting[0]}" if waiting else "data"
             size = f"{sum(self._downloaded.values()) / 1e6:,.1f} MB"
-            return (
-                f"the pull stalled after {size}: docker received no data{layer} in {idle_s:.0f} s"
-            )
+            return f"the pull stalled after {size}: docker received no {data} in {idle_s:.0f} s"
 
     def progress(self, now: float) -> Progress:
         with self._lock:
             downloading = self._is_downloading()
             phase = "pull" if downloading else "unpack"
-            counted = self._downloaded if downloading else self._unpacked
+            bytes_by_layer = self._downloaded if downloading else self._unpacked
             if phase != self._phase:
                 self._phase, self._phase_at = phase, now
-            new = [name for name, status in self._status.items() if status != _EXISTS]
-            has_totals = new and all(name in self._totals for name in new)
-            total = sum(self._totals[name] for name in new) if has_totals else None
-            done_bytes = sum(counted.values())
+            new_layers = [layer for layer, status in self._status.items() if status != _EXISTS]
+            has_totals = new_layers and all(layer in self._totals for layer in new_layers)
+            total = sum(self._totals[layer] for layer in new_layers) if has_totals else None
+            done_bytes = sum(bytes_by_layer.values())
             rate = round(done_bytes / max(now - self._phase_at, 1.0)) if downloading else None
             eta_s = round((total - done_bytes) / rate) if total and rate else None
-            return Progress(phase, done_bytes if counted else None, total, rate, eta_s)
+            return Progress(phase, done_bytes if bytes_by_layer else None, total, rate, eta_s)
 
 
 def pull(reference: str, *, stall_s: float = fetching.PULL_STALL_S) -> None:
     """Pull an image by name and digest; raise HostToolError if the pull fails or stalls."""
-    layers, stalls = PullProgress(time.monotonic(), stall_s), list[HostToolError]()
+    tracker, stalls = PullProgress(time.monotonic(), stall_s), list[HostToolError]()
     try:
-        with _watched_connection(reference, layers, stalls) as connection:
+        with _watched_connection(reference, tracker, stalls) as connection:
             for event in _pull_events(connection, reference):
                 _raise_docker_error(reference, event)
-                layers.add_event(event, time.monotonic())
+                tracker.add_event(event, time.monotonic())
     except (OSError, HTTPException) as error:
         if not stalls:
             reason = getattr(error, "strerror", None) or "the connection was closed"
@@ -232,7 +233,7 @@ def pull(reference: str, *, stall_s: float = fetching.PULL_STALL_S) -> None:
 
 @contextmanager
 def _watched_connection(
-    reference: str, layers: PullProgress, stalls: list[HostToolError]
+    reference: str, tracker: PullProgress, stalls: list[HostToolError]
 ) -> Iterator[HTTPConnection]:
     """Connect to docker; a thread reports progress and closes the connection after a stall."""
     connection, ended = docker.connection(docker.RETRY_TIMEOUT_S), threading.Event()
@@ -244,9 +245,9 @@ def _watched_connection(
         while not ended.wait(_POLL_INTERVAL_S):
             now = time.monotonic()
             if now - reported_at >= _REPORT_INTERVAL_S:
-                log(layers.progress(now).line())
+                log(tracker.progress(now).line())
                 reported_at = now
-            if message := layers.stall_message(now):
+            if message := tracker.stall_message(now):
                 fix = f"check the registry and the network connection to it; {_RUN_AGAIN}"
                 stalls.append(HostToolError(reference, message, fix))
                 with suppress(OSError):
@@ -266,9 +267,9 @@ def _watched_connection(
 def _pull_events(connection: HTTPConnection, reference: str) -> Iterator[dict[str, Any]]:
     """Request a pull from docker and yield its events."""
     name, _, digest = reference.partition("@")
-    folder, slash, last = name.rpartition("/")
-    last, _, tag = last.partition(":")
-    query = {"fromImage": f"{folder}{slash}{last}", "tag": digest or tag or "latest"}
+    folder, slash, image_and_tag = name.rpartition("/")
+    image, _, tag = image_and_tag.partition(":")
+    query = {"fromImage": f"{folder}{slash}{image}", "tag": digest or tag or "latest"}
     auth = registry_auth(reference)
     headers = {"X-Registry-Auth": auth} if auth else {}
     connection.request("POST", f"/images/create?{urlencode(query)}", headers=headers)
@@ -295,12 +296,14 @@ def _raise_docker_error(reference: str, event: dict[str, Any]) -> None:
     """Raise the error that docker reports, even in a response with status 200."""
     detail = event.get("errorDetail")
     reason = detail.get("message") if isinstance(detail, dict) else None
-    reason = reason or event.get("error") or ("status" not in event and event.get("message"))
+    reason = reason or event.get("error")
+    if not reason and "status" not in event:
+        reason = event.get("message")
     if reason:
         start = str(reason)[: 4 * _MESSAGE_LENGTH]
         printable = "".join(letter if letter.isprintable() else " " for letter in start)
         message = f"docker cannot pull the image: {' '.join(printable.split())[:_MESSAGE_LENGTH]}"
-        fix = "check the registry's address, the login and the network, or `journalctl -u docker`"
+        fix = "check the registry's address, the login and the network; see `journalctl -u docker`"
         raise HostToolError(reference, message, fix)
 
 
@@ -336,8 +339,9 @@ def _helper_login(
         answer = json.loads(result.stdout) if result.returncode == 0 else {}
         user, secret = answer.get("Username"), answer.get("Secret")
         if user and secret:
-            token = {"identitytoken": str(secret)}
-            return token if user == "<token>" else {"username": user, "password": secret}
+            if user == "<token>":
+                return {"identitytoken": str(secret)}
+            return {"username": user, "password": secret}
     return None
 
 

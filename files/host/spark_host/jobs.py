@@ -54,7 +54,7 @@ def all_digests(paths: Paths) -> list[str]:
 
 
 def is_done(job: Job, paths: Paths) -> bool:
-    """Return whether the job has its result; a removal is also done while releases use the tree."""
+    """Return whether the job is done; a removal counts as done while releases use the tree."""
     if job.unless and has_valid_receipt(job.unless):
         return True
     proof = job.proof
@@ -98,7 +98,7 @@ def run(digest12: str, paths: Paths) -> int:
         for path in folder.glob(pattern):
             files.remove(path)
     write_document(folder / STATUS, JobRun("running", None, started))
-    aside = _rename_incomplete(job)
+    renamed = _rename_incomplete(job)
     before = meminfo()
     code, tail = _execute(job, folder)
     after = meminfo()
@@ -109,8 +109,8 @@ def run(digest12: str, paths: Paths) -> int:
     )
     log(f"memory: {', '.join(changes)}")
     succeeded = code == 0 and is_done(job, paths)
-    if succeeded and aside is not None:
-        shutil.rmtree(aside, ignore_errors=True)
+    if succeeded and renamed is not None:
+        shutil.rmtree(renamed, ignore_errors=True)
     if code == 0 and not succeeded:
         tail.append(f"{ERROR}{job.title}: finished without a valid result: {to_plain(job.proof)}")
         log(tail[-1])
@@ -132,12 +132,12 @@ def _rename_incomplete(job: Job) -> Path | None:
     if not isinstance(job.proof, ReceiptProof):
         return None
     path = Path(job.proof.tree)
-    aside = path.with_name(f"{path.name}.damaged")
+    renamed = path.with_name(f"{path.name}.damaged")
     if path.is_dir() and units.TREE_NAME.match(path.name):
         log(f"{job.title}: {path} is incomplete; building it again")
-        shutil.rmtree(aside, ignore_errors=True)
-        path.rename(aside)
-    return aside if aside.exists() else None
+        shutil.rmtree(renamed, ignore_errors=True)
+        path.rename(renamed)
+    return renamed if renamed.exists() else None
 
 
 def _execute(job: Job, folder: Path) -> tuple[int, list[str]]:
@@ -155,7 +155,7 @@ def _execute(job: Job, folder: Path) -> tuple[int, list[str]]:
     # After SIGTERM, the child leaves a state from which it can resume.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: child.send_signal(signal.SIGTERM))
-    written = 0.0
+    tail_written_at = 0.0
     try:
         for text in _lines_until_stall(child):
             log(text)
@@ -164,9 +164,9 @@ def _execute(job: Job, folder: Path) -> tuple[int, list[str]]:
             with contextlib.suppress(OSError):
                 if text.startswith(PHASE):
                     files.write_text(folder / "progress", text + "\n")
-                elif time.monotonic() - written > _TAIL_PERIOD_S:
+                elif time.monotonic() - tail_written_at > _TAIL_PERIOD_S:
                     files.write_text(folder / "tail", "\n".join(tail) + "\n")
-                    written = time.monotonic()
+                    tail_written_at = time.monotonic()
         return child.wait(_STALL_TIMEOUT_S), list(tail)
     except (TimeoutError, subprocess.TimeoutExpired):
         _end_process_group(child)
@@ -190,17 +190,18 @@ def _lines_until_stall(child: subprocess.Popen[str]) -> Iterator[str]:
         lines.put(None)
 
     threading.Thread(target=read, daemon=True).start()
-    progress_at, progress = time.monotonic(), ""
+    progress_at, last_phase_and_bytes = time.monotonic(), ""
     while (remaining_s := progress_at + _STALL_TIMEOUT_S - time.monotonic()) > 0:
         with contextlib.suppress(queue.Empty):
             text = lines.get(timeout=remaining_s)
             if text is None:
                 return
             phase_and_bytes = text.partition(" total=")[0]
-            if phase_and_bytes != progress:
+            # A progress line that repeats phase and bytes is no progress; any other line is.
+            if phase_and_bytes != last_phase_and_bytes:
                 progress_at = time.monotonic()
             if text.startswith(PHASE):
-                progress = phase_and_bytes
+                last_phase_and_bytes = phase_and_bytes
             yield text
     raise TimeoutError
 
@@ -219,7 +220,9 @@ def remove_tokens(digest12: str, paths: Paths, *, success: bool) -> None:
         return  # the next boot continues the job
     for path in _token_files(digest12, paths):
         files.remove(path)
-    for other in () if success else all_digests(paths):
+    if success:
+        return
+    for other in all_digests(paths):
         with contextlib.suppress(HostToolError):  # an unreadable job cannot start
             if digest12 in load_job(other, paths).after:
                 remove_tokens(other, paths, success=False)

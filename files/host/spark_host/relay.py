@@ -70,7 +70,8 @@ class Relay:
     def __init__(self, host: Host, limits: Limits = Limits()):  # noqa: B008
         self.switch, self.limits, self.paths = Switch(host, limits), limits, host.paths
         self.services: dict[str, Service] = {}
-        self._bytes = self._requests = 0
+        self._bytes = 0  # in the bodies of waiting requests
+        self._requests = 0
 
     async def run(self) -> None:
         await asyncio.gather(self._run_rounds(), self._start_services())
@@ -158,7 +159,7 @@ class Relay:
             if method == "GET":
                 writer.write(self._list_models(service, target.partition("?")[0]))
                 return await writer.drain()
-            body = self._reserve(int(_header(head, b"content-length") or 0), service)
+            body = self._reserve_body(int(_header(head, b"content-length") or 0), service)
             await _read_body(body, reader)
             streams = _wants_stream(body)
             # The gateway sends no second request, so a read returns when the client disconnects.
@@ -180,7 +181,7 @@ class Relay:
         finally:
             self._drop_body(body)
 
-    def _reserve(self, length: int, service: Service) -> bytearray:
+    def _reserve_body(self, length: int, service: Service) -> bytearray:
         if self._requests > _MAX_REQUESTS or self._bytes + length > _MAX_WAITING_BYTES:
             text = "too many requests are waiting for a model"
             raise UnavailableError(text, self._retry_s(service))
@@ -296,7 +297,7 @@ def _header(head: bytes, name: bytes) -> str | None:
 
 
 def _wants_stream(body: bytearray) -> bool:
-    """Return whether the request asks for a stream; a large request waits without comments."""
+    """Return whether the request asks for a stream; assume not if it is too large to parse."""
     if len(body) > _MAX_PARSED_BYTES:
         return False
     try:

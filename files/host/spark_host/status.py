@@ -106,7 +106,8 @@ def _release_state(
     unproven: str | None = "not running"
     if _is_active(release, units):
         unproven = boot.unproven_reason(last, release.digest, unit.get("InvocationID"), installed)
-    proven, driver = boot.read_known_good(release.service, host).names, installed.get("driver", "")
+    proven = boot.read_known_good(release.service, host).names
+    driver = installed.get("driver", "")
     can_share_cache = release.name in proven and compile_cache.is_complete(release, driver, host)
     return ReleaseState(
         name=release.name,
@@ -150,7 +151,7 @@ def _service_state(name: str, all_releases: list[Release], units: _Units, host: 
 def _running_rollout(names: list[str], units: _Units, host: Host) -> RunningRollout | None:
     states = {name: units.get(SWITCH.unit(name), {}) for name in names}
     rollouts = (record.running_rollout(name, state, host) for name, state in states.items())
-    # A rollout with a phase has begun, others wait for their turn.
+    # A rollout with a phase has begun; the others wait for their turn.
     return min(filter(None, rollouts), key=lambda rollout: not rollout.phase, default=None)
 
 
@@ -166,8 +167,9 @@ def check_live(release: Release, paths: Paths, timeout_s: float = 30) -> LiveChe
     start = time.monotonic()
     if cluster.is_worker(release, paths):
         missing = cluster.describe_missing(release, paths)
-        detail = missing and f"{missing} has not joined"
-        detail = detail or "this worker has joined; only the head answers requests"
+        detail = "this worker has joined; only the head answers requests"
+        if missing:
+            detail = f"{missing} has not joined"
         return LiveCheck(not missing, release.name, 0.0, detail)
     probe = Probe(release, Engine.for_release(release, paths), list, deadline_s=start + timeout_s)
     try:
@@ -175,7 +177,7 @@ def check_live(release: Release, paths: Paths, timeout_s: float = 30) -> LiveChe
             detail = checks.POOLING_CHECKS[probe.plan.task](probe)
         else:
             questions = probe.plan.questions
-            detail = probe.ask(questions[0].prompt if questions else "Hello", 8)
+            detail = probe.ask(questions[0].prompt if questions else "Hello", max_tokens=8)
     except CheckError as error:
         detail = str(error)
     seconds = round(time.monotonic() - start, 3)
@@ -242,8 +244,8 @@ def read_firmware(root: Path = Path("/")) -> dict[str, str]:
         text = read_output("fwupdmgr", "get-devices", "--json") or ""
         for device in json.loads(text).get("Devices", ()):
             name, version = str(device.get("Name", "")), str(device.get("Version", ""))
-            plain = _PLAIN.fullmatch(name) and _VERSION.fullmatch(version)
-            if plain and device.get("Plugin") == "uefi_capsule":
+            is_safe = _PLAIN.fullmatch(name) and _VERSION.fullmatch(version)
+            if is_safe and device.get("Plugin") == "uefi_capsule":
                 versions[name] = version
     return versions
 
@@ -292,6 +294,6 @@ def _nccl_version(path: Path) -> set[str]:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as content:
             match = _NCCL_VERSION.search(content)
-            return {match[1].decode()} if match else set()  # read while it is mapped
+            return {match[1].decode()} if match else set()  # before the file is unmapped
     except (OSError, ValueError):  # ValueError: an empty file
         return set()

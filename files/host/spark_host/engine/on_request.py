@@ -60,8 +60,8 @@ def count_unfinished(release: Release, paths: Paths) -> float:
 def releases_to_stop(release: Release, host: Host, available_bytes: float) -> list[Release]:
     """Return the on-demand releases that must stop so that ``release`` fits, longest idle first.
 
-    Return none if ``release`` would still not fit, because other programs use the memory. Services
-    that always run keep their memory while they restart.
+    Return an empty list if ``release`` would not fit even then. The memory of a service that always
+    runs stays reserved while the service restarts.
     """
     names = host.disk.release_names(host.paths)
     services = set(map(parse_service, names)) - {release.service}
@@ -69,27 +69,28 @@ def releases_to_stop(release: Release, host: Host, available_bytes: float) -> li
     if not on_request:
         return []
     candidates, needed_bytes = [], release.memory.needed_bytes
-    free_bytes = memory.meminfo()["MemTotal"] - release.memory.floor_bytes
+    unreserved_bytes = memory.meminfo()["MemTotal"] - release.memory.floor_bytes
     for service in services:
-        running = host.release(boot.active_release(service, host))
-        if running and service in on_request and host.units.is_active(running.serve_unit):
-            candidates.append(running)
-        elif running is None and service not in on_request and not boot.is_stopped(service, host):
-            running = host.release(boot.read_known_good(service, host).release)
-            available_bytes -= running.memory.needed_bytes if running else 0
-        free_bytes -= running.memory.needed_bytes if running else 0
-    candidates.sort(key=lambda other: last_use(other.service, host.paths))
-    stopped: list[Release] = []
-    while candidates and min(available_bytes, free_bytes) < needed_bytes:
-        stopped.append(candidates.pop(0))
-        available_bytes += stopped[-1].memory.needed_bytes
-        free_bytes += stopped[-1].memory.needed_bytes
-    return stopped if min(available_bytes, free_bytes) >= needed_bytes else []
+        other = host.release(boot.active_release(service, host))
+        if other and service in on_request and host.units.is_active(other.serve_unit):
+            candidates.append(other)
+        elif other is None and service not in on_request and not boot.is_stopped(service, host):
+            other = host.release(boot.read_known_good(service, host).release)
+            available_bytes -= other.memory.needed_bytes if other else 0
+        unreserved_bytes -= other.memory.needed_bytes if other else 0
+    candidates.sort(key=lambda candidate: last_use(candidate.service, host.paths))
+    to_stop: list[Release] = []
+    while candidates and min(available_bytes, unreserved_bytes) < needed_bytes:
+        to_stop.append(candidates.pop(0))
+        available_bytes += to_stop[-1].memory.needed_bytes
+        unreserved_bytes += to_stop[-1].memory.needed_bytes
+    return to_stop if min(available_bytes, unreserved_bytes) >= needed_bytes else []
 
 
 def free_memory(release: Release, host: Host, report: Report) -> None:
-    """Stop on-demand services until ``release`` fits; `wait_for_memory` fails if it does not."""
-    for other in releases_to_stop(release, host, float("inf")):
+    """Stop on-demand services so that ``release`` fits; stop none if it would not fit anyway."""
+    # Ignore the available memory at first, because it grows only after processes have exited.
+    for other in releases_to_stop(release, host, available_bytes=float("inf")):
         _stop_for(release, other, host, report)
     deadline = host.clock.monotonic() + _FREE_TIMEOUT_S
     while others := releases_to_stop(release, host, memory.available_bytes()):
@@ -112,9 +113,9 @@ def _stop_for(release: Release, other: Release, host: Host, report: Report) -> N
 def stop(
     release: Release, host: Host, drain_s: float, is_wanted: Callable[[], bool] = lambda: True
 ) -> bool:
-    """Finish in-flight requests, then stop a release until the next request.
+    """Wait for in-flight requests, then stop a release until the next request.
 
-    If the stop is no longer wanted, the release continues to serve and the result is ``False``.
+    If the stop is no longer wanted meanwhile, let the release serve again and return ``False``.
     """
     with host.disk.locked(host.paths.rollout_lock(release.service)):
         gateway.close_traffic(release.service, host.paths)
@@ -152,10 +153,11 @@ class Switch:
         return self.host.release(boot.read_known_good(service, self.host).release)
 
     def expected_s(self, service: str) -> float:
-        """Return the seconds that the last start took; 0 if unknown."""
+        """Return how long the last start took; 0 if unknown."""
         release = self.release(service)
-        last = boot.read_proof(release.name, self.host) if release else None
-        return self.took_s.get(service) or sum((last.start_times_s if last else {}).values())
+        proof = boot.read_proof(release.name, self.host) if release else None
+        proven_s = sum(proof.start_times_s.values()) if proof else 0
+        return self.took_s.get(service) or proven_s
 
     def start(self, service: str, is_wanted: Callable[[], bool]) -> bool:
         """Start the proven release; return ``False`` if the start must wait or is no longer wanted.
@@ -206,13 +208,14 @@ class Switch:
             record_event(failed, "on-request", f"not restored: {restore_error}", self.host.paths)
 
     def record_use(self, service: str) -> None:
-        """Record whether the engine has worked since the last call."""
+        """Update the time of last use if the engine has worked since the previous call."""
         paths, release = self.host.paths, self.release(service)
         if release is None or not gateway.is_open(service, paths):
             return
         try:
             metrics = Engine.for_release(release, paths).metrics(5)
-            before, self._progress[service] = self._progress.get(service), metrics.progress
+            before = self._progress.get(service)
+            self._progress[service] = metrics.progress
             in_use = metrics.unfinished > 0 or before not in (None, metrics.progress)
         except EngineError:  # it may be too busy to respond
             in_use = True
@@ -231,6 +234,6 @@ class Switch:
 
 def _start(release: Release, host: Host) -> None:
     host.units.start(release.serve_unit, release.timeouts.start_s + _EXTRA_START_TIMEOUT_S)
-    # It was already running if an earlier stop was interrupted.
+    # After an interrupted stop, the engine still runs with closed traffic; no start opens it.
     if boot.opens_at_start(release, host) and not gateway.is_open(release.service, host.paths):
         gateway.open_traffic(release, host.paths)

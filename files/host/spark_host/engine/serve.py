@@ -33,7 +33,7 @@ _FIX = "run the deploy again"
 
 
 def may_start(name: str, paths: Paths) -> int:
-    """Return 1 if systemd must skip the start; a skipped start is no failure."""
+    """Return 1 if systemd must skip the start, which does not count as a failure."""
     release = load_release(name, paths)
     obstacle = boot.reason_not_to_start(release, Host(paths))
     if obstacle is not None:
@@ -92,12 +92,12 @@ def stop(name: str, paths: Paths) -> int:
 def after_stop(name: str, paths: Paths) -> int:
     """Clean up after the engine, unless another release already uses the service's files."""
     release = load_release(name, paths)
-    is_last = _lock_holder(release.service, paths) in (None, release.name)
-    if is_last:  # before docker, which may be slow
+    owns_files = _lock_holder(release.service, paths) in (None, release.name)
+    if owns_files:  # before docker, which may be slow
         gateway.close_traffic(release.service, paths)
     docker.remove_container(release.container)
     files.remove(paths.engine_environment(release.name))
-    if is_last:
+    if owns_files:
         folders.remove_entries(paths.engine_run(release.service))
     return 0
 
@@ -150,7 +150,7 @@ def _wait_for_docker() -> None:
 
 
 def wait_for_turn(release: Release, host: Host, report: Report) -> None:
-    """Wait until no other engine is starting or the start timeout has passed, then claim the turn.
+    """Claim the turn to start; first wait while another engine starts, but not forever.
 
     vLLM measures free memory while it loads, so two engines that start together would miscount it.
     """
@@ -243,10 +243,10 @@ def check_checkpoints(release: Release) -> None:
         if digest != tree.digest:
             message = f"receipt digest is {digest!r}, but the release requires {tree.digest!r}"
             raise HostToolError(where, message, _FIX)
-        exposed = receipts.find_writable_by_others(path)
-        if exposed is not None:
+        problem = receipts.find_writable_by_others(path)
+        if problem is not None:
             fix = f"{_FIX} to rebuild the checkpoint from files that root owns"
-            raise HostToolError(where, exposed, fix)
+            raise HostToolError(where, problem, fix)
         _check_readable(path, release.engine.user)
 
 
@@ -268,12 +268,12 @@ def verify_checkpoints(release: Release, report: Report) -> None:
 def _verify_changed_files(path: Path, report: Report) -> None:
     """Hash files whose size, time or inode changed; raise HostToolError if one is damaged."""
     receipt = receipts.find_receipt(path)
-    touched = receipt.changed_files(path) if receipt else ()
-    if receipt is None or not touched:
+    changed = receipt.changed_files(path) if receipt else ()
+    if receipt is None or not changed:
         return
     report(
-        f"{PHASE}verify hashing {len(touched)} of {len(receipt.files)} files of {path} again, "
-        f"because they changed since they were last hashed (for example {touched[0]})"
+        f"{PHASE}verify hashing {len(changed)} of {len(receipt.files)} files of {path} again, "
+        f"because they changed since they were last hashed (for example {changed[0]})"
     )
     # This takes minutes; the progress goes to the journal.
     result = subprocess.run(

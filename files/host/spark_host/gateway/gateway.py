@@ -47,7 +47,7 @@ def reload(service: str, paths: Paths) -> int:
     old_workers = _worker_pids(master)
     os.kill(master, signal.SIGHUP)
     wait_until_listening(service, paths, old_workers)
-    _enable_on_demand_starts(settings, paths)
+    _update_on_demand_unit(settings, paths)
     return 0
 
 
@@ -67,22 +67,22 @@ def start_or_reload(release: Release, paths: Paths) -> None:
         systemd.run_systemctl("enable", "--now", settings.unit)
     elif not is_current(settings, paths):
         reload(release.service, paths)
-    _enable_on_demand_starts(settings, paths)
+    _update_on_demand_unit(settings, paths)
 
 
-def _enable_on_demand_starts(settings: Gateway, paths: Paths) -> None:
-    """Enable the unit that starts on-demand services if the main gateway has any."""
-    enabled = (paths.boot_links / units.ON_REQUEST_UNIT).is_symlink()
-    if settings.service == units.MAIN_SERVICE and enabled != bool(settings.on_request):
-        verb = "disable" if enabled else "enable"
+def _update_on_demand_unit(settings: Gateway, paths: Paths) -> None:
+    """Enable the unit that starts on-demand services if there are any; otherwise disable it."""
+    is_enabled = (paths.boot_links / units.ON_REQUEST_UNIT).is_symlink()
+    if settings.service == units.MAIN_SERVICE and is_enabled != bool(settings.on_request):
+        verb = "disable" if is_enabled else "enable"
         systemd.run_systemctl(verb, "--now", units.ON_REQUEST_UNIT)
 
 
 def apply_address_change(service: str, paths: Paths) -> str | None:
     """Reload the gateway and return a message if a bridge or tunnel has a new address."""
     settings = load_gateway(service, paths)
-    may_differ = EXPOSURES[settings.expose].has_unstable_address
-    if not may_differ or _master_pid(service, paths) is None or is_current(settings, paths):
+    can_change = EXPOSURES[settings.expose].has_unstable_address
+    if not can_change or _master_pid(service, paths) is None or is_current(settings, paths):
         return None
     reload(service, paths)
     return "listens on " + ", ".join(map(str, listeners.planned_listeners(settings).listeners))
@@ -138,7 +138,9 @@ def wait_until_listening(
         workers = _worker_pids(master) if master else frozenset()
         if master is None:
             message: str | None = "is not running"
-        elif not workers or old_workers & workers:
+        elif not workers:
+            message = "has no workers"
+        elif old_workers & workers:
             message = "old workers still accept connections"
         else:
             message = _wrong_addresses(settings, master)
@@ -154,8 +156,9 @@ def _wrong_addresses(settings: Gateway, master: int) -> str | None:
     actual = listeners.listening_addresses(master, settings.port)
     if planned == actual:
         return None
-    texts = [", ".join(sorted(addresses)) or "no address" for addresses in (actual, planned)]
-    return f"listens on {texts[0]} instead of {texts[1]} on port {settings.port}"
+    actual_text = ", ".join(sorted(actual)) or "no address"
+    planned_text = ", ".join(sorted(planned)) or "no address"
+    return f"listens on {actual_text} instead of {planned_text} on port {settings.port}"
 
 
 def _master_pid(service: str, paths: Paths) -> int | None:
@@ -207,10 +210,11 @@ def is_current(settings: Gateway, paths: Paths) -> bool:
 
 def _render_files(settings: Gateway, paths: Paths) -> dict[Path, str]:
     folder = paths.gateway_run(settings.service)
-    named = keys.render_config(settings, paths)
-    key_maps = nginx.render_key_maps(read_key(settings, paths), keys.IS_NAMED if named else "0")
-    texts = {folder / "keys.conf": key_maps + named}
-    if named:
+    named_keys = keys.render_config(settings, paths)
+    default = keys.IS_NAMED if named_keys else "0"
+    key_maps = nginx.render_key_maps(read_key(settings, paths), default)
+    texts = {folder / "keys.conf": key_maps + named_keys}
+    if named_keys:
         texts[folder / keys.SCRIPT] = keys.render_script(settings)
     if settings.names:
         texts[folder / nginx.SCRIPT] = nginx.render_script(settings, paths)
@@ -256,7 +260,7 @@ def close_traffic(service: str, paths: Paths) -> None:
 def open_traffic(release: Release, paths: Paths) -> None:
     service = release.service
     make_traffic_folder(service, paths)
-    # vLLM creates the socket only for its account.
+    # vLLM's socket can be used only by the engine's account.
     with folders.opened_socket(paths.engine_socket(service)) as socket:
         os.chown(socket, 0, group_id(service, paths))
         os.chmod(socket, 0o660)

@@ -60,25 +60,26 @@ def render_script(settings: Gateway) -> str:
 
 
 def _render_limits(keys: dict[str, NamedKey]) -> Iterator[str]:
-    """Yield a zone per distinct limit.
+    """Yield nginx directives with a zone for each distinct limit.
 
     A zone's name contains the limit, because a reload cannot change the rate of an existing zone.
     """
-    for number, users in _users_by_limit(keys, "max_concurrent"):
-        zone = f"concurrent_{number}"
-        yield f'map $spark_limited_user $spark_{zone} {{ default ""; {users} }}'
-        yield f"limit_conn_zone $spark_{zone} zone={zone}:1m;\nlimit_conn {zone} {number};"
-    for number, users in _users_by_limit(keys, "max_requests_per_min"):
-        zone = f"per_min_{number}"
-        yield f'map $spark_limited_user $spark_{zone} {{ default ""; {users} }}'
-        yield f"limit_req_zone $spark_{zone} zone={zone}:1m rate={number}r/m;"
-        yield f"limit_req zone={zone} burst={number} nodelay;"
+    for limit, entries in _map_entries_by_limit(keys, "max_concurrent"):
+        zone = f"concurrent_{limit}"
+        yield f'map $spark_limited_user $spark_{zone} {{ default ""; {entries} }}'
+        yield f"limit_conn_zone $spark_{zone} zone={zone}:1m;\nlimit_conn {zone} {limit};"
+    for limit, entries in _map_entries_by_limit(keys, "max_requests_per_min"):
+        zone = f"per_min_{limit}"
+        yield f'map $spark_limited_user $spark_{zone} {{ default ""; {entries} }}'
+        yield f"limit_req_zone $spark_{zone} zone={zone}:1m rate={limit}r/m;"
+        yield f"limit_req zone={zone} burst={limit} nodelay;"
 
 
-def _users_by_limit(keys: dict[str, NamedKey], field: str) -> Iterator[tuple[int, str]]:
+def _map_entries_by_limit(keys: dict[str, NamedKey], field: str) -> Iterator[tuple[int, str]]:
     limits = {name: getattr(key, field) for name, key in keys.items()}
-    for number in sorted({*limits.values()} - {None}):
-        yield number, " ".join(f'"~^{name}$" {name};' for name in limits if limits[name] == number)
+    for limit in sorted({*limits.values()} - {None}):
+        names = (name for name in limits if limits[name] == limit)
+        yield limit, " ".join(f'"~^{name}$" {name};' for name in names)
 
 
 def read_usage(service: str, paths: Paths) -> Usage:
@@ -87,25 +88,27 @@ def read_usage(service: str, paths: Paths) -> Usage:
     usage = read_document(Usage, path) or Usage({}, 0)
     if not _usage_log(path).exists():
         return usage
-    keys, counted = dict(usage.keys), usage.counted_bytes
+    keys, counted_bytes = dict(usage.keys), usage.counted_bytes
     with _usage_log(path).open("rb") as log:
         # The log is shorter if `add_logged_usage` was killed after emptying it.
-        counted = log.seek(counted if counted <= os.fstat(log.fileno()).st_size else 0)
+        if counted_bytes > os.fstat(log.fileno()).st_size:
+            counted_bytes = 0
+        log.seek(counted_bytes)
         for line in log:
             if not line.endswith(b"\n"):  # nginx is still writing it
                 break
-            counted += len(line)
+            counted_bytes += len(line)
             if match := _LINE.fullmatch(line):  # a power cut can leave zeros in the log
                 name, received, sent = match[1].decode(), int(match[2]), int(match[3])
                 keys[name] = keys.get(name, KeyUsage()) + KeyUsage(1, received, sent)
-    return Usage(keys, counted)
+    return Usage(keys, counted_bytes)
 
 
 def add_logged_usage(paths: Paths) -> None:
     for log in paths.usage("").parent.glob("*.log"):
         usage = read_usage(log.stem, paths)
         write_document(paths.usage(log.stem), usage)
-        os.truncate(log, 0)
+        os.truncate(log, 0)  # after the totals have been saved
         write_document(paths.usage(log.stem), replace(usage, counted_bytes=0))
 
 

@@ -42,7 +42,7 @@ class Listeners:
 def planned_listeners(settings: Gateway) -> Listeners:
     """Return the listeners of a gateway; loopback addresses always use plain HTTP.
 
-    The gateway always uses both loopback addresses, so that no local user can receive keys on ::1.
+    A gateway always listens on ::1, too, where other local users could otherwise receive keys.
     """
     port, tls, missing = settings.port, False, None
     has_ipv6 = _is_local("::1")
@@ -64,7 +64,7 @@ def planned_listeners(settings: Gateway) -> Listeners:
 
 
 def listening_addresses(pid: int, port: int) -> frozenset[str]:
-    """Return addresses on which a process listens at a port."""
+    """Return the addresses at which a process listens on ``port``."""
     files = set()
     for entry in os.scandir(f"/proc/{pid}/fd"):
         with suppress(FileNotFoundError):
@@ -74,14 +74,14 @@ def listening_addresses(pid: int, port: int) -> frozenset[str]:
     for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
         for line in table.read_text().splitlines()[1:] if table.exists() else []:
             _, local, _, state, *_, inode = line.split()[:10]
-            address, _, number = local.partition(":")
-            if state == _LISTEN and int(number, 16) == port and f"socket:[{inode}]" in files:
+            address, _, hex_port = local.partition(":")
+            if state == _LISTEN and int(hex_port, 16) == port and f"socket:[{inode}]" in files:
                 addresses.add(_parse_address(address))
     return frozenset(addresses)
 
 
 def tailscale_address() -> tuple[str | None, str | None]:
-    """Return the address in the tailnet and ``None``, or ``None`` and the reason."""
+    """Return this host's tailnet address and ``None``, or ``None`` and why it has no address."""
     result = run_program(["tailscale", "ip", "-4"], _TAILSCALE_TIMEOUT_S)
     lines = result.stdout.split()
     if result.returncode != 0 or not lines:
@@ -98,7 +98,7 @@ def _bridge_address() -> str | None:
             answer = fcntl.ioctl(query, _GET_ADDRESS, struct.pack("256s", _BRIDGE.encode()))
         except OSError:
             return None
-    return socket.inet_ntoa(answer[20:24])
+    return socket.inet_ntoa(answer[20:24])  # sin_addr of struct ifreq
 
 
 def _is_local(address: str) -> bool:
@@ -112,7 +112,7 @@ def _is_local(address: str) -> bool:
 
 
 def _parse_address(text: str) -> str:
-    """Parse an address in /proc/net/tcp*: 32-bit words in the machine's byte order."""
+    """Parse an address of /proc/net/tcp or tcp6, which contain 32-bit words in host byte order."""
     words = [int(text[at : at + 8], 16) for at in range(0, len(text), 8)]
     family = socket.AF_INET if len(words) == 1 else socket.AF_INET6
     return socket.inet_ntop(family, struct.pack(f"={len(words)}I", *words))

@@ -88,18 +88,18 @@ def _render_routes(settings: Gateway, paths: Paths) -> str:
         service = settings.routes.get(route.path, settings.service)
         lines = _render_choice_by_name(route) if settings.names else ()
         lines = lines or _render_forward(route, service, settings, paths)
-        limit: tuple[str, ...] = ()
+        limit_output: tuple[str, ...] = ()
         if limits_output and route.output_fields:
             blocks.append(_render_location(f"= /limited{route.path}", "internal;", *lines))
             rewrite = f"rewrite ^ $spark_limit_output{route.path} last;"
-            limit = (f"if ($spark_limit_output) {{ {rewrite} }}",)
+            limit_output = (f"if ($spark_limit_output) {{ {rewrite} }}",)
         blocks.append(
             _render_location(
                 route.location,
                 f"if ($request_method !~ ^({route.method})$) {{ rewrite ^ /refused/method last; }}",
                 "if ($spark_key = 0) { rewrite ^ /refused/key last; }",
                 *_reject_large_bodies(settings),
-                *limit,
+                *limit_output,
                 *lines,
             )
         )
@@ -108,14 +108,14 @@ def _render_routes(settings: Gateway, paths: Paths) -> str:
     for service in settings.names or ():
         for route in ROUTES:
             if route.takes_name or route.path.startswith(release.MODELS):
-                inner = replace(route, path=f"/engine/{service}{route.path}")
+                internal = replace(route, path=f"/engine/{service}{route.path}")
                 lines = _render_forward(route, service, settings, paths)
-                blocks.append(_render_location(inner.location, "internal;", *lines))
+                blocks.append(_render_location(internal.location, "internal;", *lines))
     return "\n\n        ".join(blocks)
 
 
 def _render_choice_by_name(route: Route) -> tuple[str, ...]:
-    """Return directives that choose the engine by model name, unless the path selects a service."""
+    """Return directives that choose the engine by model name, or none for a route without one."""
     if route.takes_name:
         large = f"if ($spark_large) {{ rewrite ^ /by-name-large{route.path} last; }}"
         return large, f"rewrite ^ /by-name{route.path} last;"
@@ -127,7 +127,7 @@ def _render_choice_by_name(route: Route) -> tuple[str, ...]:
 
 
 def _render_forward(route: Route, service: str, settings: Gateway, paths: Paths) -> tuple[str, ...]:
-    """Return directives that send a request to the engine, or to the relay while it is stopped."""
+    """Return directives that forward to the engine, or to the relay while the engine is stopped."""
     upstream, path = _upstream_name(service, settings), f"{route.upstream_path}$is_args$args"
     can_start = route.takes_name or route.path.startswith(release.MODELS)
     if service in (settings.on_request or {}) and can_start:
@@ -148,7 +148,7 @@ def _reject_if_closed(service: str, paths: Paths) -> str:
 
 
 def _reject_large_bodies(settings: Gateway) -> tuple[str, ...]:
-    """Return the directive for named keys, which may have a smaller limit."""
+    """Return a directive only if there are named keys, whose limits may be smaller."""
     line = "if ($spark_body_too_large) { rewrite ^ /refused/body last; }"
     return (line,) if settings.keys else ()
 
@@ -243,7 +243,7 @@ def render_config(settings: Gateway, paths: Paths) -> str:
 
 def render_script(settings: Gateway, paths: Paths) -> str:
     names_by_service = settings.names or {}
-    first = {settings.service: names_by_service[settings.service]}
+    own_service_first = {settings.service: names_by_service[settings.service]} | names_by_service
     services = [
         {
             "service": service,
@@ -251,7 +251,7 @@ def render_script(settings: Gateway, paths: Paths) -> str:
             "names": list(names),
             "onRequest": service in (settings.on_request or {}),
         }
-        for service, names in (first | names_by_service).items()
+        for service, names in own_service_first.items()
     ]
     return combine_script(SCRIPT, {"SERVICES": services, "ROUTES": settings.routes})
 
@@ -266,9 +266,9 @@ def client_variable(settings: Gateway) -> str:
 
 
 def _render_limits(settings: Gateway) -> str:
-    """Return limits per address, separate for requests without a valid key.
+    """Return limits per client address, counted separately for requests without a valid key.
 
-    Otherwise clients without a key could exhaust the limit of an address that they share.
+    Otherwise, clients without a key could use up the limit of others at the same address.
     """
     client = client_variable(settings)
     keyed, keyless = "$spark_keyed_client", "$spark_keyless_client"
@@ -298,7 +298,7 @@ def _render_tls(settings: Gateway, paths: Paths) -> str:
         return ""
     certificate, key = paths.below(settings.tls.certificate), paths.below(settings.tls.key)
     try:
-        # A renewed certificate changes the configuration.
+        # With the digest, a renewed certificate changes the configuration and causes a reload.
         digest = hashlib.sha256(certificate.read_bytes()).hexdigest()
     except FileNotFoundError as error:
         raise HostToolError(str(certificate), "is missing", "run the deploy again") from error
@@ -326,13 +326,14 @@ def _render_replicas(
     servers = [local_socket, *(f"{address}:{port}" for address, port in others)]
     # Requests from a balancer are not limited, because the balancer has already counted them.
     balancers = ("unix:", *(address.strip("[]") for address, _ in others))
-    ports = [Listener(item.address, settings.replicas.port, item.tls) for item in listening]
+    port = settings.replicas.port
+    balancer_listeners = [Listener(item.address, port, item.tls) for item in listening]
     values = {
         "NEAR": " ".join(f'"{address}" "";' for address in balancers),
         "SERVERS": "\n    ".join(
             f"server {server} max_fails=1 fail_timeout=2s;" for server in servers
         ),
-        "LISTEN": "\n    ".join(f"listen {listener} reuseport;" for listener in ports),
+        "LISTEN": "\n    ".join(f"listen {listener} reuseport;" for listener in balancer_listeners),
         "TRIES": str(len(servers)),
         "BODY_LIMIT": "".join(_reject_large_bodies(settings)),
     }
@@ -382,8 +383,8 @@ def _render_share_locations(tree: SharedTree, paths: Paths) -> str:
     folders = [out, partial_tree(out)] if tree.unfinished else [out]
     progress = paths.below(job_dir(tree.job)) / "progress"
     candidates = " ".join(quote_path(folder, "/$1") for folder in folders)
-    # The path of the models folder may contain links.
-    from_models = quote_path(out.parent).replace('"', '"from=', 1)
+    # Links are allowed only in the path of the models folder.
+    from_models = '"from=' + quote_path(out.parent).removeprefix('"')
     return (
         f"location ~ ^/{tree.digest}/files/(.+)$ "
         f"{{ disable_symlinks on {from_models}; try_files {candidates} =404; }}\n"

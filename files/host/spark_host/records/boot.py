@@ -19,6 +19,7 @@ LEVELS = ("quick", "full", "deep")  # of a check
 _MAX_PREVIOUS = 10
 _STOP_TIMEOUT_S = 900.0
 _TIMER_TIMEOUT_S = 60.0
+_EXTRA_START_TIMEOUT_S = 900.0
 
 
 def enabled_releases(service: str, host: Host) -> list[str]:
@@ -40,10 +41,8 @@ def read_known_good(service: str, host: Host) -> KnownGoodReleases:
 def record_known_good(release: Release, host: Host) -> None:
     """Record a proven release as known-good; keep earlier releases as rollback targets."""
     before = read_known_good(release.service, host)
-    previous = tuple(name for name in dict.fromkeys(before.names) if name != release.name)[
-        :_MAX_PREVIOUS
-    ]
-    record = KnownGoodReleases(release.name, previous, host.clock.now())
+    earlier = tuple(name for name in dict.fromkeys(before.names) if name != release.name)
+    record = KnownGoodReleases(release.name, earlier[:_MAX_PREVIOUS], host.clock.now())
     try:
         host.disk.write(host.paths.known_good(release.service), record)
     except OSError:  # a full disk is harmless if the record already names this release
@@ -53,12 +52,12 @@ def record_known_good(release: Release, host: Host) -> None:
 
 
 def withdraw_known_good(release: Release, host: Host) -> None:
-    """Make the previous known-good release the last again."""
+    """If this is the last known-good release, make the previous one the last again."""
     record = read_known_good(release.service, host)
     if record.release == release.name:
         before, *previous = record.previous or (None,)
         others = set(enabled_releases(release.service, host)) - {release.name}
-        # If several releases are enabled, only a known-good release may start.
+        # If no enabled release were known-good, all of them could start.
         if others and before not in others:
             return
         record = replace(record, release=before, previous=tuple(previous))
@@ -97,7 +96,7 @@ def waits_for_request(service: str, host: Host) -> bool:
 
 
 def stop_until_request(release: Release, host: Host) -> None:
-    """Stop a service; the marker is written first, so that a reboot does not start the service."""
+    """Stop a service; first write the marker, so that a reboot does not start the service."""
     with _marker_lock(release.service, host):
         if not is_stopped(release.service, host):
             marker = Stopped(release.name, host.clock.now(), on_request=True)
@@ -129,9 +128,10 @@ def reason_not_to_start(release: Release, host: Host) -> str | None:
 
 def _other_known_good(release: Release, host: Host) -> str | None:
     """Return the last known-good release if it differs from ``release`` and both are enabled."""
-    names = enabled_releases(release.service, host)
+    enabled = enabled_releases(release.service, host)
     good = read_known_good(release.service, host).release
-    return good if good != release.name and release.name in names and good in names else None
+    both_enabled = release.name in enabled and good in enabled
+    return good if both_enabled and good != release.name else None
 
 
 def remove_stale_link(release: Release, host: Host) -> None:
@@ -161,8 +161,8 @@ def only_active_release(host: Host) -> str:
 
 
 def stop_service(service: str, by: str, host: Host, for_s: float | None = None) -> int:
-    """Stop a service until a manual start or for ``for_s`` seconds, even across reboots."""
-    boots, running = enabled_releases(service, host), active_release(service, host)
+    """Stop a service for ``for_s`` seconds, or else until a manual start, even across reboots."""
+    enabled, running = enabled_releases(service, host), active_release(service, host)
     until = host.clock.now(for_s) if for_s else None
     if until:  # before the stop, so that a power cut cannot leave the service stopped
         host.units.enable(SCHEDULED_START_TIMER.unit(service))
@@ -170,15 +170,15 @@ def stop_service(service: str, by: str, host: Host, for_s: float | None = None) 
     with _marker_lock(service, host):
         marker = host.disk.read(Stopped, host.paths.stopped(service))
         if marker is None or marker.by is None:
-            release = running or next(iter(boots), None) or read_known_good(service, host).release
+            release = running or next(iter(enabled), None) or read_known_good(service, host).release
             marker = Stopped(release, marker.at if marker else host.clock.now(), by)
         host.disk.write(host.paths.stopped(service), replace(marker, until=until))
     if marker.until and not until:
         _cancel_scheduled_start(service, host)
-    for name in filter(None, {*boots, running}):
+    for name in filter(None, {*enabled, running}):
         host.units.stop(SERVE.unit(name), _STOP_TIMEOUT_S)
-    limit = f" until {until}" if until else ""
-    print(f"{service}: stopped{limit}; run `spark-deploy start` to start it")
+    until_text = f" until {until}" if until else ""
+    print(f"{service}: stopped{until_text}; run `spark-deploy start` to start it")
     return 0
 
 
@@ -225,7 +225,7 @@ def start_service(service: str, host: Host) -> int:
     if name is None:
         raise HostToolError(service, "has no proven release", "run the deploy for this host")
     release = host.disk.load_release(name, host.paths)
-    host.units.start(release.serve_unit, release.timeouts.start_s + 900)
+    host.units.start(release.serve_unit, release.timeouts.start_s + _EXTRA_START_TIMEOUT_S)
     print(f"{service}: {name} is up")
     return 0
 
@@ -233,7 +233,8 @@ def start_service(service: str, host: Host) -> int:
 def last_rollback(service: str, host: Host) -> RollbackRecord | None:
     record = host.disk.read(RollbackRecord, host.paths.rollback(service))
     current = read_known_good(service, host).release
-    return record if record and (record.state, record.to) == ("done", current) else None
+    is_current = record and record.state == "done" and record.to == current
+    return record if is_current else None
 
 
 def record_rollback(service: str, target: str, host: Host) -> None:
@@ -259,19 +260,20 @@ def read_proof(release: str, host: Host) -> Proof | None:
 def write_proof(proof: Proof, host: Host) -> None:
     """Write a proof; a passed quick check does not replace a passed check of the same run."""
     before = read_proof(proof.release, host)
-    full = before.last_full if before else None
+    last_full = before.last_full if before else None
     if proof.ok and proof.level != "quick":
-        full = FullCheck(proof.invocation_id, proof.checked_at, proof.versions)
-    same_run = before if before and before.invocation_id == proof.invocation_id else None
-    if same_run and same_run.ok and proof.ok and proof.level == "quick":
+        last_full = FullCheck(proof.invocation_id, proof.checked_at, proof.versions)
+    is_same_run = before and before.invocation_id == proof.invocation_id
+    earlier = before if is_same_run else None  # proof of the same run
+    if earlier and earlier.ok and proof.ok and proof.level == "quick":
         return
     inherited = {
-        name: getattr(same_run, name)
+        name: getattr(earlier, name)
         for name in ("start_memory", "start_times_s", "load_lines", "kv_cache")
-        if same_run and not getattr(proof, name)
+        if earlier and not getattr(proof, name)
     }
     bench = before.bench if before else None
-    result = replace(proof, last_full=full, bench=bench, **inherited)
+    result = replace(proof, last_full=last_full, bench=bench, **inherited)
     host.disk.write(host.paths.proof(proof.release), result)
 
 
@@ -282,7 +284,7 @@ def invalidate_proof(release: Release, host: Host) -> None:
 
 
 def is_bench_due(release: Release, proof: Proof) -> bool:
-    """Return whether the speed must be measured again, because versions changed."""
+    """Return whether the speed must be measured: never done, or versions have changed since."""
     if release.check.bench is None or release.check.bench.limit_s <= 0 or not proof.last_full:
         return False
     versions = proof.last_full.versions

@@ -61,7 +61,7 @@ def _find_version(text: str) -> str:
 
 
 def describe_changes(before: dict[str, str], now: dict[str, str]) -> list[str]:
-    """Return ``name old -> new`` for each changed version; ignore unknown versions."""
+    """Return ``name old -> new`` for each changed version; ignore versions that are unknown now."""
     return [
         f"{key} {before.get(key) or 'none'} -> {now[key] or 'none'}"
         for key in now
@@ -70,11 +70,12 @@ def describe_changes(before: dict[str, str], now: dict[str, str]) -> list[str]:
 
 
 def read_packages() -> dict[str, str]:
-    """Return ``package=version`` of the installed package of each program."""
+    """Return ``package=version`` of the package that contains each installed program."""
     installed = {}
     for part, program in _PROGRAMS.items():
         path = shutil.which(program)
         owner = (path and read_output("dpkg-query", "-S", os.path.realpath(path))) or ""
+        # "package, other-package: path" or "package:architecture: path"
         name = owner.partition(":")[0].partition(",")[0].strip()
         version = name and read_output("dpkg-query", "-W", "-f", "${Version}", name)
         if version:
@@ -105,7 +106,7 @@ def _read_text(path: Path) -> str:
 def revert_hints(service: str, before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Return commands that restore the earlier release and versions."""
     old, new = before["versions"], now["versions"]
-    differ = {
+    changed = {
         part
         for part in ("docker", "toolkit", "kernel", "driver")
         if UNKNOWN not in (old.get(part), new.get(part)) and old.get(part) != new.get(part)
@@ -115,13 +116,13 @@ def revert_hints(service: str, before: dict[str, Any], now: dict[str, Any]) -> l
         hints.append(f"run `spark-host rollback {service}` to serve {before.get('release')} again")
     for part in ("docker", "toolkit"):
         package = before.get("packages", {}).get(part)
-        if package and part in differ:
+        if package and part in changed:
             hints.append(f"run `apt-get install --allow-downgrades {package}`, then deploy again")
-    if "kernel" in differ:
+    if "kernel" in changed:
         system = _distribution_name()
         entry = f"Advanced options for {system}>{system}, with Linux {old.get('kernel')}"
         hints.append(f"run `grub-reboot '{entry}' && reboot` to boot once with the earlier kernel")
-    if "driver" in differ:
+    if "driver" in changed:
         hints.append(
             f"restore driver {old.get('driver')} and the matching kernel "
             "with NVIDIA's DGX Dashboard or recovery image; this project never changes drivers"

@@ -121,7 +121,7 @@ def running_rollout(name: str, unit: UnitState, host: Host) -> RunningRollout | 
     record = host.disk.read(Rollout, host.paths.rollout(name))
     if record is None or not _belongs_to(record, name, unit, None):
         request = host.disk.read(Request, host.paths.request(name))
-        return RunningRollout(name, request.at if request else "", None)
+        return RunningRollout(name, request.at if request else "", phase=None)
     if record.state != "running":
         return None
     return RunningRollout(name, record.started_at, record.phase)
@@ -133,8 +133,5 @@ def _is_running(unit: UnitState) -> bool:
 
 def _belongs_to(record: Rollout, name: str, unit: UnitState, request: str | None) -> bool:
     run = unit.get("InvocationID")
-    return (
-        record.release == name
-        and request in (None, record.request)
-        and not (run and record.invocation_id and run != record.invocation_id)
-    )
+    is_other_run = run and record.invocation_id and run != record.invocation_id
+    return record.release == name and request in (None, record.request) and not is_other_run

@@ -41,16 +41,16 @@ def roll_out(name: str, host: Host) -> int:
             record.set(reason=str(problem), failed_phase="prove")
             record.end("refused", serving)
             return 1
-        running = host.units.is_active(release.serve_unit)
+        keeps_running = host.units.is_active(release.serve_unit)
         try:
-            running = running and _passes_check(release, host, record)
-            if running:
+            keeps_running = keeps_running and _passes_check(release, host, record)
+            if keeps_running:
                 steps.activate(release, host, record)
             else:
                 steps.replace_running(release, old, host, record)
         except steps.FAILURES as error:
             record.set(reason=str(error), failed_phase=record.data.phase)
-            if running:  # it passed the check, so it keeps serving
+            if keeps_running:  # nothing stopped it, so it still serves
                 record.end("refused", release.name)
             else:
                 roll_back(release, old, host, record)
@@ -109,7 +109,7 @@ def roll_back(release: Release, old: Release | None, host: Host, record: Record)
         if old is not None:
             failure = _restore(old, host, record)
         elif boot.read_known_good(release.service, host).release != release.name:
-            try:  # a known-good release may pass again
+            try:  # but leave a known-good release enabled, because it may pass the next check
                 host.units.disable(release.serve_unit)
             except HostToolError as error:
                 log(str(error))
@@ -124,7 +124,8 @@ def roll_back(release: Release, old: Release | None, host: Host, record: Record)
 
 def _withdraw(release: Release, host: Host, record: Record) -> None:
     """Undo the records that a failed rollout wrote."""
-    phases, undo = (*record.data.times_s, record.data.failed_phase), []
+    phases = (*record.data.times_s, record.data.failed_phase)
+    undo = []
     if "start" in phases:
         undo.append(partial(boot.invalidate_proof, release, host))
     # Only this phase records a known-good release.
@@ -138,7 +139,7 @@ def _withdraw(release: Release, host: Host, record: Record) -> None:
 
 
 def _restore(old: Release, host: Host, record: Record) -> str | None:
-    """Start, check and open the old release; return the error, or None."""
+    """Start and check the old release, and open its traffic; return the error, or None."""
     try:
         if not host.units.is_active(old.serve_unit):
             steps.start(old, host, record)
@@ -152,7 +153,7 @@ def _restore(old: Release, host: Host, record: Record) -> str | None:
 
 
 def recover(name: str, host: Host) -> int:
-    """Finish or roll back a killed rollout; called at the end of each run."""
+    """Finish or roll back a rollout that was killed; systemd runs this after every rollout."""
     release = host.disk.load_release(name, host.paths)
     last = host.disk.read(Rollout, host.paths.rollout(name))
     if host.exit_status == "0":  # even if a full disk prevented the final record
@@ -168,7 +169,7 @@ def recover(name: str, host: Host) -> int:
         reason = f"the rollout was killed in phase {last.phase}"
         log(reason)
         record.set(reason=reason, failed_phase=str(last.phase))
-        # The running release was only checked, so it still serves.
+        # If the rollout only checked the running release, that release still serves.
         untouched = last.serving == name and last.phase == "check" and "drain" not in last.times_s
         if last.phase in (None, "prove") or untouched:
             record.end("refused", boot.active_release(release.service, host))
@@ -253,8 +254,9 @@ def plan_rollback(service: str, name: str | None, host: Host) -> Rollback:
 def _describe(name: str | None, host: Host) -> NamedRelease | None:
     if name is None:
         return None
-    release = host.release(name)
-    return NamedRelease(name, *((release.model, release.profile) if release else (None, None)))
+    if (release := host.release(name)) is None:
+        return NamedRelease(name, model=None, profile=None)
+    return NamedRelease(name, release.model, release.profile)
 
 
 def _find_target(service: str, name: str | None, host: Host) -> str:
@@ -270,7 +272,7 @@ def _find_target(service: str, name: str | None, host: Host) -> str:
             raise HostToolError(name, message, "use an available release")
         return name
     record = boot.read_known_good(service, host)
-    if record.release and boot.last_rollback(service, host):
+    if record.release and boot.last_rollback(service, host):  # a repeated call changes nothing
         return record.release
     target = next((previous for previous in record.previous if previous in available), None)
     if target is None:

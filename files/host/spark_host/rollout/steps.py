@@ -86,7 +86,7 @@ def is_proven(release: Release, host: Host) -> bool:
 
 
 def replace_running(release: Release, old: Release | None, host: Host, record: Record) -> None:
-    """Stop the running release, start, check and activate the new release."""
+    """Stop the running release; then start, check and activate the new release."""
     running = host.release(boot.active_release(release.service, host)) or old
     with record.phase("drain"):
         host.gateway.close_traffic(release.service, host.paths)
@@ -111,14 +111,14 @@ def replace_running(release: Release, old: Release | None, host: Host, record: R
 
 def activate(release: Release, host: Host, record: Record) -> None:
     """Open traffic, enable the release at boot and measure its speed."""
-    worker = cluster.is_worker(release, host.paths)
+    is_worker = cluster.is_worker(release, host.paths)
     with record.phase("open"):
         open_traffic(release, host)
-        if not worker:
+        if not is_worker:
             host.gateway.wait_until_listening(release.service, host.paths)
     with record.phase("enable"):
         boot.enable_only(release, host)
-    if worker:  # only the head answers requests
+    if is_worker:  # only the head answers requests
         return
     try:
         measure_speed(release, host, record)
@@ -150,18 +150,18 @@ def measure_speed(release: Release, host: Host, record: Record) -> None:
 def open_traffic(release: Release, host: Host) -> None:
     if not cluster.is_worker(release, host.paths):
         host.gateway.start_or_reload(release, host.paths)
-        # A start closes traffic, so an engine that dies from here on never gets requests unchecked.
+        # If the engine dies after this line, its restart closes traffic until the next check.
         if not host.units.is_active(release.serve_unit):
             raise TrialError(f"{release.serve_unit} stopped after its check")
         host.gateway.open_traffic(release, host.paths)
 
 
 def drain(old: Release, host: Host, record: Record) -> None:
-    """Wait until in-flight requests have finished, at most the release's ``drain_s``."""
+    """Wait until in-flight requests have finished, but at most the release's ``drain_s``."""
     deadline = host.clock.monotonic() + old.timeouts.drain_s
     if cluster.is_worker(old, host.paths):
-        # A worker must not stop before the head, because in-flight requests need both. After its
-        # stop, the head is a missing member.
+        # A worker must not stop before the head, because in-flight requests need both. A stopped
+        # head is a missing member.
         deadline += old.timeouts.stop_s
         while not cluster.missing_members(old, host.paths) and host.clock.monotonic() < deadline:
             host.clock.sleep(0.2)
@@ -203,9 +203,8 @@ def start(release: Release, host: Host, record: Record) -> None:
         active = state.get("ActiveState")
         if active == "active":
             return
-        if state.get("SubState") == "auto-restart" or (
-            active in ("inactive", "failed") and not is_queued(state)
-        ):
+        has_ended = active in ("inactive", "failed") and not is_queued(state)
+        if has_ended or state.get("SubState") == "auto-restart":
             record.set(log_tail=read_log_tail(release, host))
             raise TrialError(_describe_start_failure(release, state, host))
         if host.clock.monotonic() - reported >= _REPORT_INTERVAL_S:
@@ -227,7 +226,8 @@ def _describe_start_failure(release: Release, state: UnitState, host: Host) -> s
     failure = f"{release.serve_unit} did not start ({state.get('Result')})"
     if last and not last.ok and last.invocation_id == state.get("InvocationID"):
         failure = _describe_failures(last)
-        if READY not in (finding.name for finding in last.failed):
+        became_ready = READY not in (finding.name for finding in last.failed)
+        if became_ready:  # then the log does not explain the failure
             return failure
     return "; ".join(filter(None, [failure, logs.error_message(read_log_tail(release, host))]))
 

@@ -63,7 +63,7 @@ def describe_missing(release: Release, paths: Paths) -> str:
 
 
 def _connected_addresses(port: int, paths: Paths) -> set[str]:
-    """Return remote addresses of connections that use the port on either side."""
+    """Return the remote addresses of connections with ``port`` on either side."""
     addresses = set()
     for name in ("tcp", "tcp6"):
         table = paths.below(f"/proc/net/{name}")
@@ -71,7 +71,7 @@ def _connected_addresses(port: int, paths: Paths) -> set[str]:
         for _, local, remote, state, *_ in (line.split(maxsplit=4) for line in lines):
             ports = {int(address.rpartition(":")[2], 16) for address in (local, remote)}
             if state == _ESTABLISHED and port in ports:
-                digits = remote.rpartition(":")[0][-8:]  # the IPv4 part of either table
+                digits = remote.rpartition(":")[0][-8:]  # the IPv4 address; tcp6 has a prefix
                 number = int.from_bytes(bytes.fromhex(digits), "little")
                 addresses.add(str(ipaddress.IPv4Address(number)))
     return addresses
@@ -91,7 +91,7 @@ def fence(args: Sequence[str], paths: Paths) -> int:
     """Install (``up RELEASE``) or remove (``down RELEASE``) a firewall for a cluster's ports.
 
     Without the firewall, all hosts could reach the engine's store, which listens on all addresses.
-    A failure is only logged.
+    The unit of the engine ignores a failure of this command.
     """
     if len(args) != 2 or args[0] not in ("up", "down"):
         fix = "run `spark-host fence up RELEASE` or `fence down RELEASE`"
@@ -103,7 +103,8 @@ def fence(args: Sequence[str], paths: Paths) -> int:
     chain = f"SPARK-{release.name[-12:]}"
     jump = ("INPUT", "-p", "tcp", "--dport", f"{cluster.port}:{cluster.serving_port}", "-j", chain)
     for program in ("iptables", "ip6tables"):
-        for command in (("-D", *jump), ("-F", chain), ("-X", chain)):  # from an earlier start
+        # Remove the rules of an earlier start.
+        for command in (("-D", *jump), ("-F", chain), ("-X", chain)):
             run_program([program, *_WAIT, *command], _IPTABLES_TIMEOUT_S)
         if args[0] == "down":
             continue

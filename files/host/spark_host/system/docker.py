@@ -40,7 +40,7 @@ def connection(timeout_s: float) -> HTTPConnection:
 
 
 def query(path: str, timeout_s: float = 10) -> Any:
-    """Return the JSON response to ``GET path``, or ``None`` on errors; raise after two timeouts."""
+    """Return the JSON response to ``GET path``, ``None`` on errors; raise after two timeouts."""
     try:
         return _get(path, timeout_s)
     except DockerTimeoutError:
@@ -48,10 +48,10 @@ def query(path: str, timeout_s: float = 10) -> Any:
 
 
 def _get(path: str, timeout_s: float) -> Any:
-    request = connection(timeout_s)
+    docker = connection(timeout_s)
     try:
-        request.request("GET", path)
-        response = request.getresponse()
+        docker.request("GET", path)
+        response = docker.getresponse()
         body = response.read()
         return json.loads(body) if response.status == 200 else None
     except (TimeoutError, BlockingIOError) as error:
@@ -61,7 +61,7 @@ def _get(path: str, timeout_s: float) -> Any:
     except (OSError, HTTPException, ValueError):
         return None
     finally:
-        request.close()
+        docker.close()
 
 
 def gpu_arguments(paths: Paths) -> tuple[str, ...]:

@@ -77,7 +77,7 @@ def _start_trial(plan: status.FabricPlan, paths: Paths) -> None:
     record = status.FabricRecord(
         plan.ports,
         {port.interface: int(_show_link(port)["mtu"]) for port in plan.ports},
-        {name: now for name, now in _addresses().items() if now and name not in managed},
+        {name: before for name, before in _addresses().items() if before and name not in managed},
         _default_routes(),
     )
     files.write_text(paths.below(_TRIAL_RECORD), documents.to_json(record), 0o600)
@@ -94,7 +94,7 @@ def _start_trial(plan: status.FabricPlan, paths: Paths) -> None:
         raise
     # In a separate unit, because the caller may lose the connection.
     apply = [*_TRANSIENT, "--no-block", f"--unit={status.APPLY_UNIT}", "netplan", "apply"]
-    _run_checked(apply, "systemd rejects the change")
+    _run_checked(apply, "systemd rejects the unit that applies the change")
 
 
 def _confirm(paths: Paths) -> None:
@@ -113,20 +113,20 @@ def _restore(paths: Paths, *, unconfirmed: bool) -> None:
     trial, kept = paths.below(status.NETPLAN_TRIAL), paths.below(status.NETPLAN_FILE)
     if not trial.exists() and (unconfirmed or not kept.exists()):
         return
-    tried = paths.below(_TRIAL_RECORD if trial.exists() else _CONFIRMED_RECORD)
-    record = read_document(status.FabricRecord, tried)
+    record_path = paths.below(_TRIAL_RECORD if trial.exists() else _CONFIRMED_RECORD)
+    record = read_document(status.FabricRecord, record_path)
     if kept.exists() and not unconfirmed:
         files.write_text(paths.below(status.REMOVED_NETPLAN), kept.read_text(), 0o600)
         files.remove(kept)
     files.remove(trial)
     try:
         _run_checked(["netplan", "apply"], "netplan rejects the previous network")
-    finally:  # routes to this host return even if netplan fails
+    finally:  # restore the routes to this host even if netplan fails
         if record:
             _reset_ports(record)
         if record and unconfirmed:
             _restore_others(record)
-    files.remove(tried)
+    files.remove(record_path)
     if not unconfirmed:
         _stop_timer()
 
@@ -140,7 +140,7 @@ def _reset_ports(record: status.FabricRecord) -> None:
 
 
 def _restore_others(record: status.FabricRecord) -> None:
-    """Restore addresses and routes of other interfaces that netplan removed."""
+    """Restore addresses and routes that netplan removed from other interfaces."""
     deadline = time.monotonic() + _REGAIN_TIMEOUT_S
     time.sleep(_POLL_INTERVAL_S)  # the network manager continues after `netplan apply`
     while _lost_addresses(record, now := _addresses()) and time.monotonic() < deadline:
@@ -152,9 +152,9 @@ def _restore_others(record: status.FabricRecord) -> None:
     for name, address in _lost_addresses(record, now):
         print(f"restoring {address}, which {name} has lost", flush=True)
         _ip("address", "replace", address, "dev", name)
-    present = {_ip_option(route) for route in _default_routes()}
+    routed_versions = {_ip_option(route) for route in _default_routes()}
     for route in record.routes_before:
-        if _ip_option(route) not in present:
+        if _ip_option(route) not in routed_versions:
             _ip(_ip_option(route), "route", "replace", *route.split())
 
 
@@ -163,12 +163,11 @@ def _lost_addresses(
 ) -> list[tuple[str, str]]:
     """Return (interface, address) pairs for interfaces that lost all addresses of an IP version."""
     managed = {port.address for port in record.ports}
-    return [
-        (name, address)
-        for name, before in record.addresses_before.items()
-        for address in before
-        if _ip_option(address) not in {_ip_option(a) for a in now.get(name, ()) if a not in managed}
-    ]
+    lost = []
+    for name, before in record.addresses_before.items():
+        versions = {_ip_option(address) for address in now.get(name, ()) if address not in managed}
+        lost += [(name, address) for address in before if _ip_option(address) not in versions]
+    return lost
 
 
 def _ip_option(text: str) -> str:
@@ -176,7 +175,9 @@ def _ip_option(text: str) -> str:
 
 
 def _wait_until_settled(paths: Paths) -> status.FabricRecord:
-    """Wait until netplan has finished and all ports have address and MTU; return the record.
+    """Wait until netplan has finished and all ports have their address and MTU.
+
+    Return the record of the trial.
 
     Raises HostToolError if the trial is over or a port is not configured in time.
     """
@@ -190,24 +191,26 @@ def _wait_until_settled(paths: Paths) -> status.FabricRecord:
     record = files.load(status.FabricRecord, paths.below(_TRIAL_RECORD), "no record of the trial")
     began = time.monotonic()
     last, unchanged_since = None, 0.0
+    missing, applying = list(record.ports), True
     while time.monotonic() < began + _APPLY_TIMEOUT_S:
         missing = [port for port in record.ports if not _is_configured(port)]
         state = systemd.state(f"{status.APPLY_UNIT}.service", "ActiveState").get("ActiveState")
         applying = state not in ("inactive", "failed", None)
-        now = (missing, applying, _addresses(), _default_routes())
+        addresses = _addresses()
+        now = (missing, applying, addresses, _default_routes())
         if now != last:
             last, unchanged_since = now, time.monotonic()
-        waits = bool(missing) or applying
+        must_wait = bool(missing) or applying
         if time.monotonic() < began + _REGAIN_TIMEOUT_S:
-            waits = waits or bool(_lost_addresses(record, now[2]))
-        if not waits and time.monotonic() - unchanged_since >= _SETTLE_TIME_S:
+            must_wait = must_wait or bool(_lost_addresses(record, addresses))
+        if not must_wait and time.monotonic() - unchanged_since >= _SETTLE_TIME_S:
             return record
         time.sleep(_POLL_INTERVAL_S)
     message = f"addresses are still changing after {_APPLY_TIMEOUT_S:.0f} s"
-    if last and last[0]:
-        port = last[0][0]
+    if missing:
+        port = missing[0]
         message = f"{port.interface} did not get {port.address} with MTU {port.mtu}"
-    elif last and last[1]:  # a login now would test only the old network
+    elif applying:  # a login now would test only the old network
         message = f"netplan did not finish within {_APPLY_TIMEOUT_S:.0f} s"
     fix = f"see `journalctl -u {status.APPLY_UNIT} -u systemd-networkd -u NetworkManager`"
     raise HostToolError("fabric", message, fix)
@@ -296,10 +299,10 @@ def listen(request: SpeedRequest) -> None:
                 else:
                     stream.close()
     if len(streams) < _STREAMS:
-        count = f"the sender opened only {len(streams)} of {_STREAMS} connections"
-        message = f"{count} within {_CONNECT_TIMEOUT_S:.0f} s"
+        message = f"the sender opened only {len(streams)} of {_STREAMS} connections "
+        message += f"within {_CONNECT_TIMEOUT_S:.0f} s"
         raise HostToolError(where, message, "see the sender's error")
-    # Accept the streams only now, so that all start at the same time.
+    # Send the welcome only now, so that all streams start at the same time.
     deadline = time.monotonic() + request.max_s + _CONNECT_TIMEOUT_S
     for stream in streams:
         stream.sendall(_WELCOME)
@@ -387,9 +390,9 @@ def _send_zeros(stream: socket.socket, max_bytes: int, deadline: float) -> int:
             with contextlib.suppress(TimeoutError):
                 sent_bytes += stream.send(chunk[: max_bytes - sent_bytes])
         while True:
-            queue = fcntl.ioctl(stream, termios.TIOCOUTQ, bytes(4))  # not acknowledged
-            waiting = int.from_bytes(queue, sys.byteorder)
-            if not waiting or time.monotonic() >= deadline:
-                return sent_bytes - waiting
+            queue_size = fcntl.ioctl(stream, termios.TIOCOUTQ, bytes(4))
+            unacknowledged_bytes = int.from_bytes(queue_size, sys.byteorder)
+            if not unacknowledged_bytes or time.monotonic() >= deadline:
+                return sent_bytes - unacknowledged_bytes
             time.sleep(0.0005)
     return 0

@@ -30,12 +30,12 @@ def create(path: Path, owner: int, group: int, mode: int) -> None:
 
 
 def remove_entries(path: Path) -> None:
-    """Remove the entries of a folder; remove a link, but not its target."""
+    """Remove the entries of a folder, but not the targets of links."""
     if not path.is_dir():
         return
     with _opened(path) as folder:
-        opened = f"/proc/{os.getpid()}/fd/{folder}/"
-        _run("find", opened, "-mindepth", "1", "-maxdepth", "1",
+        opened_path = f"/proc/{os.getpid()}/fd/{folder}/"
+        _run("find", opened_path, "-mindepth", "1", "-maxdepth", "1",
              "-exec", "rm", "-rf", "--one-file-system", "--", "{}", "+")  # fmt: skip
         if remaining := os.listdir(folder):
             fix = (

@@ -78,7 +78,7 @@ def list_folder(path: Path) -> list[str]:
 def locked(path: Path, *, wait: bool = False) -> Iterator[None]:
     """Lock ``path``; if it is already locked, wait or raise BlockingIOError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Child processes do not inherit the lock. Mode 600, because a reader could lock the file.
+    # Child processes do not inherit the lock. Anyone who can read the file could lock it.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -98,13 +98,13 @@ def find_account(user: str) -> pwd.struct_passwd:
 def record_event(release: Release, kind: str, text: str, paths: Paths) -> None:
     """Append an event to the service's file, and print it to the journal."""
     path = paths.events(release.service)
-    line = documents.to_plain(Event(files.now(), release.name, kind, text))
+    event = documents.to_plain(Event(files.now(), release.name, kind, text))
     print(f"{kind}: {text}", flush=True)
     try:
         with _event_lock:
             path.parent.mkdir(parents=True, exist_ok=True)
             lines = path.read_text().splitlines()[-_MAX_EVENTS + 1 :] if path.exists() else []
-            files.write_text(path, "\n".join([*lines, json.dumps(line)]) + "\n")
+            files.write_text(path, "\n".join([*lines, json.dumps(event)]) + "\n")
     except OSError as error:  # a full disk must not stop the watchdog
         print(f"cannot write the event: {error}", flush=True)
 

@@ -66,10 +66,10 @@ def read_output_start(argv: Sequence[str], limit_s: float, max_bytes: int) -> st
         argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=_environment()
     ) as child:
         assert child.stdout is not None
-        late = threading.Event()
+        timed_out = threading.Event()
 
         def end() -> None:
-            late.set()
+            timed_out.set()
             child.kill()
 
         timer = threading.Timer(limit_s, end)
@@ -77,7 +77,7 @@ def read_output_start(argv: Sequence[str], limit_s: float, max_bytes: int) -> st
         output = child.stdout.read(max_bytes)
         timer.cancel()
         child.kill()
-    return None if late.is_set() else output.decode(errors="replace")
+    return None if timed_out.is_set() else output.decode(errors="replace")
 
 
 def _environment() -> dict[str, str]:

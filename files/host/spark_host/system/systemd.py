@@ -21,7 +21,7 @@ def systemctl(*args: str, timeout_s: float = _TIMEOUT_S) -> subprocess.Completed
 
 def _query(*args: str) -> str:
     result = systemctl(*args, timeout_s=_TIMEOUT_S)
-    if result.returncode == 124:  # a timeout differs from an empty answer
+    if result.returncode == 124:  # otherwise, a timeout would look like an empty answer
         fix = "run the command again when the host is less busy"
         raise HostToolError(f"systemctl {args[0]}", result.stderr, fix)
     return result.stdout
@@ -74,8 +74,8 @@ def run_systemctl(verb: str, *args: str, limit_s: float = _TIMEOUT_S) -> None:
     result = systemctl(verb, *args, timeout_s=limit_s)
     if result.returncode != 0:
         message = result.stderr.strip() or "failed"
-        fix = f"run `{'systemctl unmask' if 'masked' in message else 'journalctl -u'} {unit}`"
-        raise HostToolError(f"systemctl {verb} {unit}", message, fix)
+        command = "systemctl unmask" if "masked" in message else "journalctl -u"
+        raise HostToolError(f"systemctl {verb} {unit}", message, f"run `{command} {unit}`")
 
 
 def reload() -> None:
@@ -118,7 +118,7 @@ def is_stopping() -> bool:
 
 
 def journal(invocation_id: str, unit: str, lines: int | None = None) -> list[str]:
-    """Return the log of a run, or of all runs, oldest line first."""
+    """Return the log of a run, or of all runs without ``invocation_id``; the oldest line first."""
     argv = ["journalctl", "--no-pager", "-q", "-o", "cat", "-u", unit]
     if invocation_id:
         argv.append(f"_SYSTEMD_INVOCATION_ID={invocation_id}")

@@ -42,12 +42,12 @@ def inspect_host(host: Host) -> DailyReport:
     running = [release for release in releases if host.units.is_active(release.serve_unit)]
     last = host.disk.read(DailyReport, host.paths.daily) or DailyReport("", ())
     trees = chain.from_iterable(_checkpoints_needed_at_boot(releases, host).values())
-    damage, position = last.damaged_parts, last.next_part
+    damaged, position = last.damaged_parts, last.next_part
 
     def hash_checkpoints() -> Iterator[Problem]:
-        nonlocal damage, position
-        problems, position = hash_next(trees, position, damage)
-        damage = tuple(problems)
+        nonlocal damaged, position
+        problems, position = hash_next(trees, position, damaged)
+        damaged = tuple(problems)
         yield from problems.values()
 
     problems = _collect(
@@ -61,7 +61,7 @@ def inspect_host(host: Host) -> DailyReport:
         _damaged_documents(host.paths),
         hash_checkpoints(),
     )
-    return DailyReport(host.clock.now(), tuple(problems), position, damage)
+    return DailyReport(host.clock.now(), tuple(problems), position, damaged)
 
 
 def _collect(*inspections: Iterator[Problem]) -> Iterator[Problem]:
@@ -108,7 +108,7 @@ def _certificates(running: list[Release], paths: Paths) -> Iterator[Problem]:
 
 
 def _journal(paths: Paths) -> Iterator[Problem]:
-    # journald removes files during the measurement.
+    # `measure` ignores files that journald removes meanwhile.
     size, _ = folders.measure(paths.below("/var/log/journal"), JOURNAL_BYTES, _JOURNAL_FILES)
     if size > JOURNAL_BYTES:
         message = f"the journal uses {size / GIB:.1f} GiB"
@@ -117,13 +117,13 @@ def _journal(paths: Paths) -> Iterator[Problem]:
 
 
 def _disks(running: list[Release], paths: Paths) -> Iterator[Problem]:
-    folders = {paths.root, paths.below("/var")}
+    used = {paths.root, paths.below("/var")}
     for release in running:
-        folders |= {paths.below(tree.path) for tree in release.trees}
-        folders |= {paths.below(release.cache)} if release.cache else set()
-    existing = (folder for folder in sorted(folders, reverse=True) if folder.exists())
-    devices = {folder.stat().st_dev: folder for folder in existing}
-    for folder in sorted(devices.values()):
+        used |= {paths.below(tree.path) for tree in release.trees}
+        used |= {paths.below(release.cache)} if release.cache else set()
+    existing = (folder for folder in sorted(used, reverse=True) if folder.exists())
+    folder_by_device = {folder.stat().st_dev: folder for folder in existing}
+    for folder in sorted(folder_by_device.values()):
         stats = os.statvfs(folder)
         free = stats.f_bavail * stats.f_frsize
         if free < FREE_BYTES:
@@ -146,7 +146,7 @@ def _clock(running: list[Release], host: Host) -> Iterator[Problem]:
         age_s = _proof_age_s(boot.read_proof(release.name, host))
         if age_s is not None and age_s < -_MAX_CLOCK_ERROR_S:
             hours = -age_s / 3600
-            message = f"went back: the check of {release.name} is dated {hours:.0f} h in the future"
+            message = f"went back: {release.name} was checked {hours:.0f} h in the future"
             yield Problem("clock", message, "correct the clock, then run `spark-check`")
 
 
@@ -157,7 +157,9 @@ def _checkpoints(releases: list[Release], host: Host) -> Iterator[Problem]:
                 message = f"{tree} is missing, but {name} needs this directory at boot"
                 fix = "mount its disk (see `findmnt --verify`), or deploy again"
                 yield Problem("mounts", message, fix)
-            elif not ((receipt := receipts.find_receipt(tree)) and receipt.files):
+                continue
+            receipt = receipts.find_receipt(tree)
+            if receipt is None or not receipt.files:
                 message = f"{name} needs {tree / RECEIPT_NAME}, which is missing, damaged or empty"
                 yield Problem("checkpoint", message, "deploy again to verify the files")
 
@@ -195,8 +197,8 @@ def _damaged_documents(paths: Paths) -> Iterator[Problem]:
 
 def _document_fix(path: Path, paths: Paths) -> str:
     if path.name == "before.json":
-        keeps = "without it, `uninstall` leaves packages and settings in place"
-        return f"restore the file from a backup; {keeps}"
+        consequence = "without it, `uninstall` leaves packages and settings in place"
+        return f"restore the file from a backup; {consequence}"
     if path == paths.release(path.parent.name):
         return f"run the deploy; if the plan has no such release, run `rm -r {path.parent}`"
     return f"run `rm {path}`, then deploy again to write a new file"
@@ -232,21 +234,22 @@ def hash_next(
     Returns a problem for each damaged part, and the position of the next part.
     """
     parts = [part for tree in dict.fromkeys(trees) for part in _list_parts(tree)]
-    hashed = [part for part in parts if part.key in damaged]
-    damaged_count = len(hashed)
+    to_hash = [part for part in parts if part.key in damaged]
+    damaged_count = len(to_hash)
     remaining_bytes = sum(part.size_bytes for part in parts) / HASH_DAYS
     for _ in parts:
         if remaining_bytes <= 0:
             break
         part = parts[position % len(parts)]
-        hashed.append(part)
+        to_hash.append(part)
         remaining_bytes -= part.size_bytes
         position = (position + 1) % len(parts)
     deadline_s = time.monotonic() + _DAILY_LIMIT_S
     problems: dict[str, Problem] = {}
-    for number, part in enumerate(hashed):
+    for number, part in enumerate(to_hash):
         if number >= damaged_count and time.monotonic() > deadline_s:
-            return problems, (position - (len(hashed) - number)) % len(parts)
+            remaining_count = len(to_hash) - number
+            return problems, (position - remaining_count) % len(parts)
         if problem := _verify_part(part):
             problems[part.key] = problem
     return problems, position
@@ -256,9 +259,11 @@ def _list_parts(tree: Path) -> Iterator[_Part]:
     receipt = receipts.find_receipt(tree)
     for file in receipt.files if receipt else ():
         offset = 0
-        lines = file.pieces or ((f"{file.size_bytes}:{file.sha256}",) if file.sha256 else ())
-        for line in lines:
-            size, _, sha256 = line.partition(":")
+        pieces = file.pieces or ()
+        if not pieces and file.sha256:
+            pieces = (f"{file.size_bytes}:{file.sha256}",)
+        for piece in pieces:
+            size, _, sha256 = piece.partition(":")
             yield _Part(tree, file.path, offset, int(size), sha256)
             offset += int(size)
 
@@ -276,8 +281,8 @@ def _verify_part(part: _Part) -> Problem | None:
     except OSError as error:
         return _damage_problem(part, f"cannot be read ({error.strerror})")
     if digest.hexdigest() != part.sha256:
-        message = f"the part starting at byte {part.offset:,} does not match its checksum"
-        return _damage_problem(part, f"{message} in the receipt")
+        where = f"the part that starts at byte {part.offset:,}"
+        return _damage_problem(part, f"{where} does not match its checksum in the receipt")
     return None
 
 
