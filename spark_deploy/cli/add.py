@@ -289,11 +289,8 @@ def _add_parsers(draft: Draft, anatomy: Anatomy, families: Families) -> None:
     parsers = {kind: parser for kind, parser in parsers.items() if parser}
     draft.put("parsers", parsers, f"From {family.source}.")
     checks = {kind: True for kind in ("tool_call", "reasoning") if kind in parsers}
-    draft.put(
-        "check",
-        {**checks, "conversation": True},
-        "These checks run in addition to the general questions.",
-    )
+    comment = "These checks run in addition to the general questions."
+    draft.put("check", {**checks, "conversation": True}, comment)
 
 
 def detect_task(

@@ -372,7 +372,7 @@ def _run_tool(options: Options, command: str, arguments: list[str], service: str
 
 
 def _require_all_members(options: Options, command: str, hosts: list[Target]) -> None:
-    """Reject part of a cluster, because its members start only together."""
+    """Raise if only some members of a cluster are selected, because they start only together."""
     names = {host.name for host in hosts}
     for host in hosts:
         members = host.settings.cluster.hosts

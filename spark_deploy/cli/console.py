@@ -194,8 +194,12 @@ def print_result(
     """Print ``data`` as JSON if requested, otherwise ``texts`` (lines per host)."""
     if options.json:
         print(json.dumps(to_plain(data), indent=1))
-    elif text := printable(separator.join("\n".join(lines) for lines in texts)):
-        print_wrapped(text.splitlines()) if sys.stdout.isatty() else print(text)
+        return
+    text = printable(separator.join("\n".join(lines) for lines in texts))
+    if sys.stdout.isatty():
+        print_wrapped(text.splitlines())
+    elif text:
+        print(text)
 
 
 def print_wrapped(lines: Iterable[str], console: Console | None = None) -> None:

@@ -151,9 +151,8 @@ def with_estimates(lock: Lock, settings: Settings, catalog: Catalog) -> Lock:
         model = catalog.model(name)
         for (_, model_name), profile in catalog.profiles.items():
             if model_name == name:
-                size_bytes |= dict.fromkeys(
-                    (repo for repo, _ in companion_repositories(model, profile)), 0
-                )
+                for repo, _ in companion_repositories(model, profile):
+                    size_bytes[repo] = 0  # unknown
         if isinstance(model, PlainModel):
             size_bytes[model.repository] = 0  # unknown
             continue

@@ -55,8 +55,9 @@ def logs(options: Options, follow: bool, lines: int) -> int:
     hosts = select_hosts(options, must_serve=False)
     processes = {host.name: _start_ssh(make_login(host), script) for host in hosts}
     try:
-        merged = _read_all(processes)
-        for line in merged if follow else sorted(merged):
+        arriving = _read_all(processes)
+        lines_to_print = arriving if follow else sorted(arriving)
+        for line in lines_to_print:
             at = datetime.fromtimestamp(line.at_us / 1e6).strftime("%m-%d %H:%M:%S")
             text = printable(f"{at}  {line.host}  {line.part:<7}  {line.text}")
             print(json.dumps(asdict(line)) if options.json else text, flush=follow)
@@ -170,7 +171,8 @@ def top(options: Options, once: bool, service: str | None) -> int:
     for host, name in services:
         title = host.name if name == MAIN_SERVICE else f"{host.name}/{name}"
         script = _SAMPLE_SCRIPT.replace("FOLDER", engine_dir(name))
-        processes[title], samples[title] = _start_ssh(make_login(host), script), []
+        processes[title] = _start_ssh(make_login(host), script)
+        samples[title] = []
         arguments = (processes[title], samples[title])
         threading.Thread(target=_keep_last_two, args=arguments, daemon=True).start()
 

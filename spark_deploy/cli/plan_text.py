@@ -186,9 +186,8 @@ def plan_lines(
         )
     yield from _checkpoint_lines(plan.checkpoint)
     layer = "with our plugin layer" if plan.image.plugin else "unchanged"
-    yield row(
-        "image", f"{plan.image.base}, {format_size(plan.image.size_bytes)} compressed, {layer}"
-    )
+    image_size = format_size(plan.image.size_bytes)
+    yield row("image", f"{plan.image.base}, {image_size} compressed, {layer}")
     for number, entry in enumerate(plan.ready):
         folder = entry.checkpoint.dir if entry.checkpoint else entry.sources[0].dir
         text = f"{entry.model} with {entry.profile}: {folder}, image {entry.image.tag}"
@@ -201,9 +200,8 @@ def plan_lines(
         for number, member in enumerate(cluster.members):
             yield row("" if number else "cluster", f"{member.host}: {shlex.join(member.argv)}")
         yield row("", f"{cluster.head.host} serves clients; the workers only compute")
-        yield row(
-            "", "the release name will change once the deploy has read the members' addresses"
-        )
+        text = "the release name will change once the deploy has read the members' addresses"
+        yield row("", text)
     unit = plan_document(plan)["unit"]
     yield row("unit", f"{unit['name']} with {unit['drop_in']}:")
     yield row("", "; ".join(line for line in unit["lines"] if not line.startswith("[")))
@@ -252,9 +250,8 @@ def _checkpoint_lines(checkpoint: CheckpointPlan | None) -> Iterator[str]:
         return
     build = checkpoint.build
     parts = f"{build.layout}; shared experts {build.shared_experts}, head {build.head}"
-    yield row(
-        "checkpoint", f"{checkpoint.dir}, {format_size(checkpoint.output_bytes)} new ({parts})"
-    )
+    output_size = format_size(checkpoint.output_bytes)
+    yield row("checkpoint", f"{checkpoint.dir}, {output_size} new ({parts})")
     if donor := checkpoint.donor:
         yield row(
             "",

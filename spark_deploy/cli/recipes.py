@@ -70,9 +70,8 @@ def draft_from_recipe(data: Mapping[str, Any], source: str, engine: Engine | Non
     for kind, parser in list(arguments.parsers.items()):
         if engine is not None and parser not in getattr(engine, kind):
             del arguments.parsers[kind]
-            arguments.unused.append(
-                f"parsers.{kind} {parser}: your engine does not have this parser"
-            )
+            text = f"parsers.{kind} {parser}: your engine does not have this parser"
+            arguments.unused.append(text)
     if (gpus := max(recipe.nodes, arguments.devices)) > 1:
         problem = f"requires {gpus} GPUs, but imported models run on a single Spark with one GPU"
         raise CatalogError.single(source, problem, "use a recipe for one Spark")
@@ -375,7 +374,8 @@ def _option_values(args: list[str]) -> Iterator[tuple[str, list[str]]]:
     name: str | None = None
     values: list[str] = []
     for arg in args:
-        if not arg.startswith("--") and (arg[:1] != "-" or arg not in _FULL_NAMES):
+        is_option = arg.startswith("--") or (arg.startswith("-") and arg in _FULL_NAMES)
+        if not is_option:
             values.append(arg)
             continue
         if name is not None:

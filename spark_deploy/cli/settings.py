@@ -1,5 +1,6 @@
 """``spark-deploy set``, ``use`` and ``settings``: change settings files, print settings."""
 
+import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ from spark_deploy.config.settings.load import HostSettings, with_overrides
 from spark_deploy.inventory.clusters import unknown_host_problems, with_replica_addresses
 from spark_deploy.inventory.groups import check_conflicts, vars_root
 
+_MISSING = object()
 _KEY = re.compile(r"(?P<indent> *)(?P<key>[a-z_0-9]+):")
 
 
@@ -101,12 +103,13 @@ def write_values(
     edits: dict[tuple[Path, str], Edit] = {}
     for host in selected:
         for key, value in values.items():
-            if _lookup(host.loaded.data, key) == (value,):
+            if _lookup(host.loaded.data, key) == value:
                 continue
             file = _file_to_edit(host.loaded, key, all_hosts, selected_names)
             edit = edits.get((file, key))
             names = (*edit.hosts, host.name) if edit else (host.name,)
-            before = next((_to_yaml(old) for old in _lookup(_read(file), key)), None)
+            old = _lookup(_read(file), key)
+            before = None if old is _MISSING else _to_yaml(old)
             edits[file, key] = Edit(file, key, before, _to_yaml(value), names)
     for file in dict.fromkeys(edit.file for edit in edits.values()):
         changes = {edit.key: edit.after for edit in edits.values() if edit.file == file}
@@ -118,11 +121,11 @@ def remove_entry(root: Path, key: str, entry: str, *, dry: bool) -> list[Path]:
     """Remove an entry of a mapping from every settings file; return the changed files."""
     changed = []
     for file in sorted(root.glob("*_vars/*.yml")):
-        for entries in _lookup(_read(file), key):  # none if the file does not set the key
-            if entry in (entries or ()):
-                rest = {name: value for name, value in entries.items() if name != entry}
-                _write(file, {key: _to_yaml(rest)}, root, dry=dry)
-                changed.append(file)
+        entries = _lookup(_read(file), key)
+        if isinstance(entries, dict) and entry in entries:
+            rest = {name: value for name, value in entries.items() if name != entry}
+            _write(file, {key: _to_yaml(rest)}, root, dry=dry)
+            changed.append(file)
     return changed
 
 
@@ -151,7 +154,8 @@ def _file_to_edit(
     """Return the file that sets the key, or the host's own file if other hosts share that file."""
     files = host_file, group_file, common_file = _settings_files(host)
     section, _, _ = key.partition(".")
-    matches = (file for name in (key, section) for file in files if _lookup(_read(file), name))
+    candidates = itertools.product((key, section), files)
+    matches = (file for name, file in candidates if _lookup(_read(file), name) is not _MISSING)
     file = next(matches, common_file if common_file.exists() else group_file)
     is_shared = any(
         file in _settings_files(other.loaded) for other in all_hosts if other.name not in selected
@@ -173,13 +177,13 @@ def _read(file: Path) -> dict[str, Any]:
     return data if isinstance(data, dict) else {}
 
 
-def _lookup(data: Any, key: str) -> tuple[Any, ...]:
-    """Return the value of a dotted key in a tuple, which is empty if the key is missing."""
+def _lookup(data: Any, key: str) -> Any:
+    """Return the value of a dotted key, or ``_MISSING``."""
     for part in key.split("."):
         if not isinstance(data, dict) or part not in data:
-            return ()
+            return _MISSING
         data = data[part]
-    return (data,)
+    return data
 
 
 def _to_yaml(value: Any) -> str:
@@ -256,8 +260,7 @@ def _end_index(node: yaml.Node) -> int:
     if isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
         last = node.value[-1]
         return _end_index(last[1] if isinstance(last, tuple) else last)
-    end: int = node.end_mark.index
-    return end
+    return int(node.end_mark.index)
 
 
 @click.command
@@ -333,8 +336,8 @@ def use(options: Options, choice: str) -> int:
     print_edits(options, edits, hosts)
     if edits and (overrides := _overrides(options)):
         values = ", ".join(f"{key}: {value}" for key, value in overrides.items())
-        unset = [f"{key}={'{}' if value.startswith('{') else 'null'}"
-                 for key, value in overrides.items()]  # fmt: skip
+        empty = {key: "{}" if value.startswith("{") else "null" for key, value in overrides.items()}
+        unset = [f"{key}={value}" for key, value in empty.items()]
         note(f"these settings still override the profile: {values}")
         note(f"  to remove them, run `{next_command(options, 'set', *unset)}`")
     return 0
@@ -363,10 +366,7 @@ def apply_choice(options: Options, choice: str) -> tuple[list[Edit], list[str]]:
 
 
 def _choose_profile(model: str, hosts: list[Target]) -> dict[str, str]:
-    """Return the best profile for the model if a host's current profile should not be kept.
-
-    That is a profile that cannot serve the model, or `plain`, which was set for another model.
-    """
+    """Return the best profile if a current profile does not fit or is another model's `plain`."""
     counts = (hosts[0].settings.ranks, *HOST_COUNTS)
     by_count = (find_fitting_profiles(model, hosts[0].catalog, count) for count in counts)
     fitting = next(filter(None, by_count), [])

@@ -214,7 +214,7 @@ def install(shared: Shared, host: Target, *, force: bool) -> tuple[list[Path], l
     root = host.loaded.root
     if unlisted := [*_unlisted(shared.model), *_unlisted(shared.profile)]:
         fix = f"remove it from the file; {allowed.FIX}"
-        raise CatalogError([Problem(one_line(at), allowed.NOT_LISTED, fix) for at in unlisted])
+        raise CatalogError([Problem(one_line(path), allowed.NOT_LISTED, fix) for path in unlisted])
     contents = {
         ("models", shared.name): shared.model,
         ("profiles", shared.profile_name): shared.profile,

@@ -343,9 +343,8 @@ def _notice_lines(host: Mapping[str, Any]) -> Iterator[str]:
     if host["reboot_pending"]:
         yield _row("reboot", f"pending: {host['reboot_pending']}")
     for path in host["unit_overrides"]:
-        yield _row(
-            "units", f"{path} changes a unit; remove the file, or list it in expect.unit_overrides"
-        )
+        text = f"{path} changes a unit; remove the file, or list it in expect.unit_overrides"
+        yield _row("units", text)
     if back := host["rolled_back"]:
         yield _row("back", f"rolled back manually from {back['from_pair']} at {back['at']}")
     for entry in host["ready"]:
