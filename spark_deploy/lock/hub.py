@@ -155,7 +155,7 @@ def _make_source(where: str, repo: str, revision: str, info: ModelInfo) -> Locke
     if not info.sha or not files:
         raise LockError.single(where, "the hub lists no commit or no files", "check the repository")
     if not isinstance(info.sha, str) or not _COMMIT.fullmatch(info.sha):
-        raise _not_a_hub_error(where, f"the hub lists the commit {info.sha}")
+        raise _not_a_hub_error(where, f"the commit is {info.sha}")
     if len({file.path for file in files}) != len(files):
         raise _not_a_hub_error(where, "the hub lists a file twice")
     files.sort(key=lambda file: file.path)

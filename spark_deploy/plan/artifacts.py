@@ -385,8 +385,6 @@ def companion_plans(
     if drafts and drafts.repository:
         companions.insert(0, (DRAFTER_MOUNT, drafts.repository, drafts.revision))
     return tuple(
-        types.CompanionPlan(
-            source_plan(locked_source(lock, repository, revision), settings), target
-        )
+        CompanionPlan(source_plan(locked_source(lock, repository, revision), settings), target)
         for target, repository, revision in companions
     )

@@ -43,7 +43,7 @@ _PORTS = 2000
 
 
 def fabric_plan(host: str, settings: Settings, host_ports: Ports) -> FabricPlan:
-    """Return the network configuration of a host, which the host tries before it keeps it.
+    """Return the network configuration to try on a host.
 
     Raises PlanError if the host is not in the fabric, or its ports do not match the settings.
     """
@@ -153,7 +153,7 @@ def fabric_links(
 
 
 def _is_fabric_link(port: Port, settings: Settings) -> bool:
-    """Return whether a port connects hosts: as the settings say, or if it has RDMA."""
+    """Return whether a port connects hosts: as the settings say, otherwise if it has RDMA."""
     if not port.up:
         return False
     if settings.fabric.interfaces:
@@ -196,17 +196,20 @@ def member_endpoints(settings: Settings, ports: Mapping[str, Ports]) -> tuple[En
 def _address_problems(
     hosts: Sequence[str], fabric: Mapping[str, Ports], network: ipaddress.IPv4Network
 ) -> Iterator[Problem]:
-    """Yield addresses that are used twice, and networks on two cables of one host."""
+    """Yield a problem for each address used twice, and for each network on two cables of a host."""
     owners: dict[str, str] = {}
     for host in hosts:
         ports = _cluster_ports(fabric[host].ports, network)
-        for address in (text.partition("/")[0] for port in ports for text in port.addresses):
+        addresses = [text.partition("/")[0] for port in ports for text in port.addresses]
+        for address in addresses:
             if (other := owners.setdefault(address, host)) != host:
-                message = f"this port has the same address as {other}: {address}"
+                message = f"{address} is also an address of {other}"
                 fix = "list each machine once in cluster.hosts; use each address on one port only"
                 yield Problem(f"{host}: cluster", message, fix)
         first_ports: dict[ipaddress.IPv4Network, Port] = {}
-        for port in (p for p in fabric[host].ports if p.up and p.addresses):
+        for port in fabric[host].ports:
+            if not port.up or not port.addresses:
+                continue
             subnet = _interfaces(port)[0].network
             first = first_ports.setdefault(subnet, port)
             if first is not port and (first.device or port.device):

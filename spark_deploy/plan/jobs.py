@@ -60,7 +60,7 @@ class Work:
 
     @property
     def shared(self) -> ReceiptProof | None:
-        """The tree that hosts copy from each other; each host ranks tokens itself."""
+        """The tree that other hosts may copy, if any. Each host ranks tokens itself."""
         proof, is_shared = self.job.proof, self.job.kind != RANK_JOB
         return proof if isinstance(proof, ReceiptProof) and is_shared else None
 
@@ -71,7 +71,7 @@ class Work:
         names = " ".join(required)
         text = f"Requires={names}\nAfter={names}\n" if required else ""
         if isinstance(self.job.proof, ReceiptProof):
-            # If its disk is not mounted at boot, the job must not fill the root filesystem.
+            # If the receipt's disk is not mounted, the job must not fill the root filesystem.
             text += needs_mounts(self.job.proof.receipt)
         return f"[Unit]\n{text}"
 

@@ -197,7 +197,8 @@ def _unknown_sizes(model: Model, profile: Profile) -> Iterator[str]:
         if drafts and drafts.repository:
             yield "KV cache of the drafter: cannot be computed for models with recurrent layers"
         return
-    anatomy, drafter = model.anatomy, drafts.anatomy if drafts else None
+    anatomy = model.anatomy
+    drafter = drafts.anatomy if drafts else None
     if anatomy is None or not anatomy.weights:
         fix = "run `spark-deploy update` to read the repository's headers"
         yield f"weights, context and KV cache: {fix}"
@@ -225,7 +226,7 @@ def missing_bytes(model: Model, profile: Profile, settings: Settings) -> int:
 
 
 def _budget_bytes(profile: Profile, settings: Settings, fixed_bytes: int) -> int:
-    """Return the engine's memory limit, from the cache size or the fraction and reserve."""
+    """Return the engine's memory limit: what a fixed cache size needs, or the allowed fraction."""
     memory = settings.memory
     if profile.kv_cache.size_bytes:
         return fixed_bytes + profile.kv_cache.size_bytes

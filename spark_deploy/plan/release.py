@@ -62,7 +62,7 @@ def start_limits(release: Release) -> dict[str, float]:
     """Return the restart delay, and the number and interval of starts after which systemd gives up.
 
     The interval is long enough for starts in which every step times out; such an engine must not
-    restart indefinitely. A working engine that crashes as often in this interval stops too.
+    restart indefinitely. After as many crashes in this interval, a working engine stops too.
     """
     starting_s = _STARTING_STEPS * _start_step_s(release)
     stopping_s = _STOPPING_STEPS * _stop_step_s(release)
@@ -274,12 +274,12 @@ def timer_files(schedule: Sequence[ScheduledPlan]) -> tuple[ManagedFile, ...]:
     A timer starts the same unit as a deploy, with check and rollback. Times that pass while the
     host is off are skipped.
     """
-    times: dict[str, str] = {}
+    calendars: dict[str, str] = {}
     for change in schedule:
         name = change.release.name
-        times[name] = f"{times.get(name, '')}OnCalendar={change.at}\n"
+        calendars[name] = calendars.get(name, "") + f"OnCalendar={change.at}\n"
     files = []
-    for name, calendar in times.items():
+    for name, calendar in calendars.items():
         text = (
             f"[Unit]\nDescription=Schedule for switching the Spark service to {name}\n\n"
             f"[Timer]\n{calendar}Unit={units.SWITCH.unit(name)}\nAccuracySec=10s\n\n"

@@ -220,9 +220,12 @@ def _memory_error(
     ``fits`` returns whether changed settings could be planned.
     """
     weights, drafter = loaded_bytes(model, profile, settings.ranks)
-    hosts = "one host" if settings.ranks == 1 else f"{settings.ranks} hosts, on each"
+    hosts, on_each = "one host", ""
+    if settings.ranks > 1:
+        hosts, on_each = f"{settings.ranks} hosts", " on each"
+    missing = gib(missing_bytes(model, profile, settings))
     message = (
-        f"does not fit on {hosts}: {gib(missing_bytes(model, profile, settings))} too large "
+        f"does not fit on {hosts}: {missing} too large{on_each} "
         f"(weights {gib(weights)}, drafter {gib(drafter)}, "
         f"runtime {gib(runtime_bytes(model, profile))}, "
         f"KV cache for one request of {context_tokens(model, profile):,} tokens; "
@@ -270,7 +273,7 @@ def _suggestions(adjustments: Sequence[Adjustment], settings: Settings, fits: Fi
 
 
 def _smallest_changes(chosen: Sequence[Adjustment], settings: Settings, fits: Fits) -> list[Any]:
-    """Return the smallest changes with which the deployment fits, by setting; [] if none do."""
+    """Return the first value of each adjustment with which the deployment fits; [] if none fits."""
     values = [adjustment.values[-1] for adjustment in chosen]
 
     def fits_with(index: int, value: Any) -> bool:

@@ -176,7 +176,7 @@ def readdressed(ports, *addresses):
         (readdressed((LAN, *cabled_ports(0, 11)), "192.168.1.2/24", "192.168.100.11/24",
                      "192.168.100.12/24"),
          "spark-2: enP2p1s0f0np0: enp1s0f0np0 is also in 192.168.100.0/24"),
-        ((LAN, *cabled_ports(1, 10)), "spark-2: cluster: this port has the same address"),
+        ((LAN, *cabled_ports(1, 10)), "spark-2: cluster: 192.168.100.10 is also an address of"),
     ],
 )  # fmt: skip
 def test_rejects_ambiguous_networks(second, message):
