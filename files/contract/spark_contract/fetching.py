@@ -223,12 +223,11 @@ def parse_challenge(challenge: str, schemes: Iterable[str]) -> tuple[str, dict[s
 
     The URL must have one of the ``schemes``, because an https registry must not redirect to http.
     """
-    if not challenge.startswith("Bearer "):
-        return None
     parameters = dict(_CHALLENGE_PARAMETER.findall(challenge))
     realm = parameters.pop("realm", "")
     is_allowed = realm.startswith(tuple(f"{scheme}://" for scheme in schemes))
-    return (realm, parameters) if is_allowed else None
+    is_bearer = challenge.startswith("Bearer ")
+    return (realm, parameters) if is_bearer and is_allowed else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

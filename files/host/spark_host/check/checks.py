@@ -45,10 +45,9 @@ def check_embedding(probe: Probe) -> str:
 def check_embedding_repeat(probe: Probe) -> str:
     alone = _query(probe, EMBEDDINGS, {"input": [_QUESTION]})
     batch = _query(probe, EMBEDDINGS, {"input": [_FAR, _QUESTION, _NEAR]})
-    vector_alone = _vector(alone[0])
-    vector_in_batch = _vector(batch[1] if len(batch) > 1 else None)
-    same_size = len(vector_alone) == len(vector_in_batch)
-    cosine = _cosine(vector_alone, vector_in_batch) if same_size else 0.0
+    first = _vector(alone[0])
+    second = _vector(batch[1] if len(batch) > 1 else None)
+    cosine = _cosine(first, second) if len(first) == len(second) else 0.0
     if cosine < 0.99:
         text = f"a text gets a different embedding in a batch than on its own (cosine {cosine:.3f})"
         raise CheckError(text)

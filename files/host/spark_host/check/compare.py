@@ -92,8 +92,7 @@ def divergence(a: dict[str, float], b: dict[str, float]) -> float:
     probs_b = {token: math.exp(value) for token, value in b.items()}
     unlisted_mass_b = max(1.0 - sum(probs_b.values()), _FLOOR)
     max_unlisted_prob_b = max(min([unlisted_mass_b, *probs_b.values()]), _FLOOR)
-    total = 0.0
-    remaining_a = remaining_b = 1.0
+    total, remaining_a, remaining_b = 0.0, 1.0, 1.0
     for token, value in a.items():
         prob_a = math.exp(value)
         max_prob_b = max(probs_b.get(token, max_unlisted_prob_b), _FLOOR)
@@ -214,10 +213,7 @@ def _record_answers(file: str | None, host: Host) -> Answers:
 
 
 def _compare_with_recorded(name: str, host: Host) -> Comparison:
-    """Compare the running release with the recorded answers of release ``name``.
-
-    If both are the same release, the differences are noise.
-    """
+    """Compare the running release with recorded answers (its own answers show the noise level)."""
     recorded = host.disk.read(Answers, host.paths.answers(name))
     if recorded is None:
         fix = f"run `spark-check --record [FILE]` while {name} runs"
@@ -236,9 +232,8 @@ def main(args: list[str], host: Host) -> int:
             print(to_json(to_plain(comparison)) if as_json else comparison, flush=True)
         case ["--record", *file] if len(file) < 2 and not as_json:
             recording = _record_answers(file[0] if file else None, host)
-            command = f"spark-check --compare {recording.release}"
             text = f"{len(recording.answers)} answers recorded; to compare after a change, run"
-            print(f"{recording.release}: {text} `{command}`")
+            print(f"{recording.release}: {text} `spark-check --compare {recording.release}`")
         case _:
             usage = "use --record [FILE], or --compare RELEASE [--json]"
             raise HostToolError("check", f"invalid arguments: {' '.join(args)}", usage, 2)

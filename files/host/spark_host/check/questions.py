@@ -268,8 +268,7 @@ def check_image(probe: Probe) -> str:
     for (color, _), answer in zip(_COLORS, answers, strict=True):
         if not re.search(rf"\b{color}\b", answer, re.IGNORECASE):
             text = f"a {color} image was described as {quote(answer)}"
-            is_blind = len(set(answers)) == 1
-            raise CheckError(text, None if is_blind else "warn")
+            raise CheckError(text, None if len(set(answers)) == 1 else "warn")
     return f"the colors of all {len(_COLORS)} images were named correctly"
 
 
@@ -316,8 +315,6 @@ def wav(seconds: int) -> bytes:
     )
     buffer = io.BytesIO()
     with wave.open(buffer, "wb") as file:
-        file.setnchannels(1)
-        file.setsampwidth(2)
-        file.setframerate(_RATE_HZ)
+        file.setparams((1, 2, _RATE_HZ, 0, "NONE", ""))  # mono, 2 bytes per sample
         file.writeframes(b"".join(struct.pack("<h", sample) for sample in samples))
     return buffer.getvalue()

@@ -195,9 +195,8 @@ def _memory_finding(guard: StartGuard, *, ready: bool) -> Finding:
     lowest, floor = memory.lowest_bytes / GIB, memory.floor_bytes / GIB
     text = f"available memory stayed at or above {lowest:.1f} GiB during startup "
     text += f"(lowest after {memory.after_s:.0f} s; minimum allowed {floor:.1f} GiB)"
-    if failures:
-        text += f"; {failures}"
-    return Finding(MEMORY, True, text, 0.0)
+    suffix = f"; {failures}" if failures else ""
+    return Finding(MEMORY, True, text + suffix, 0.0)
 
 
 @dataclass(slots=True)

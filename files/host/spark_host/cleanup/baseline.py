@@ -6,6 +6,7 @@ import os
 import pwd
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,9 @@ _LEFTOVERS = {
     "docker.io": ("/etc/docker", "/etc/cni", "/var/lib/containerd"),
     "nginx-light": ("/var/www",),
 }
+_UNKNOWN_ORIGINAL = (
+    "the earlier content is unknown; manually remove the lines that spark-deploy added"
+)
 _KEEP_ENGINE = "other software may use it; to remove it, add --data uninstall.engine=true"
 # We never start this unit: if it runs, the owner uses the package.
 _NOT_STARTED = {"nginx-light": "nginx.service"}
@@ -93,13 +97,10 @@ def groups() -> tuple[str, ...]:
 
 def _folders(footprint: Footprint, paths: Paths) -> tuple[str, ...]:
     folders = {folder for folder, _, _ in os.walk(paths.below("/etc"))}
-    data = (footprint.models_dir, footprint.sources_dir, footprint.cache_dir)
-    for path in (
-        *data,
-        *(path for package_leftovers in _LEFTOVERS.values() for path in package_leftovers),
-    ):
-        below = paths.below(path)
-        folders |= {str(folder) for folder in (below, *below.parents) if folder.is_dir()}
+    others = [footprint.models_dir, footprint.sources_dir, footprint.cache_dir]
+    others += chain.from_iterable(_LEFTOVERS.values())
+    for path in map(paths.below, others):
+        folders |= {str(folder) for folder in (path, *path.parents) if folder.is_dir()}
     return tuple(sorted(folders))
 
 
@@ -110,7 +111,7 @@ def _read_output(*argv: str) -> str:
 def package_items(
     footprint: Footprint, before: Baseline | None, keep_reasons: Mapping[str, str]
 ) -> list[ManagedItem]:
-    """Return the packages that we installed; ``keep_reasons`` maps packages to keep to the reasons.
+    """Return the packages that we installed; ``keep_reasons`` tells why to keep some of them.
 
     Without a baseline, keep all packages.
     """
@@ -136,9 +137,10 @@ def package_items(
 
 
 def remove_packages(names: Iterable[str]) -> str:
-    listed = list(names)
-    _read_output("apt-get", "-q", "-y", "-o", "DPkg::Lock::Timeout=120", "purge", *listed)
-    remaining = set(listed) & set(installed_packages())
+    """Purge packages; return the error, or ""."""
+    packages = list(names)
+    _read_output("apt-get", "-q", "-y", "-o", "DPkg::Lock::Timeout=120", "purge", *packages)
+    remaining = set(packages) & set(installed_packages())
     return f"packages still installed: {', '.join(sorted(remaining))}" if remaining else ""
 
 
@@ -155,13 +157,13 @@ def _usage_reason(name: str, added: list[str], before: Baseline) -> str:
 
 
 def _simulate_purge(names: list[str], *, auto: bool) -> set[str]:
-    """Return the packages that apt would purge; with ``auto``, also unneeded dependencies."""
+    """Return the packages that apt would purge, including unneeded dependencies if ``auto``."""
     if not names:
         return set()
     options = ["--auto-remove"] if auto else []
     lines = _read_output("apt-get", "-s", "-q", *options, "purge", *names).splitlines()
-    gone = (line.split() for line in lines if line.startswith(("Remv ", "Purg ")))
-    return {fields[1].partition(":")[0] for fields in gone}
+    purged = (line.split()[1] for line in lines if line.startswith(("Remv ", "Purg ")))
+    return {name.partition(":")[0] for name in purged}  # without the architecture
 
 
 def _size_bytes(name: str) -> int:
@@ -171,17 +173,17 @@ def _size_bytes(name: str) -> int:
 
 def changed_host_settings(footprint: Footprint, before: Baseline | None) -> Iterator[ManagedItem]:
     """Yield host settings and accounts that differ from the baseline."""
-    unknown = "" if before else "the earlier state is unknown"
-    was_masked = before.masked if before else ()
+    keep_reason = "" if before else "the earlier state is unknown"
+    masked_before = before.masked if before else ()
     for unit in masked_units(footprint.masked):
-        if unit not in was_masked:
-            yield ManagedItem("mask", unit, 0, unknown)
+        if unit not in masked_before:
+            yield ManagedItem("mask", unit, 0, keep_reason)
     target = boot_target()
     if before and target == "multi-user.target" and before.boot_target not in ("", target):
         yield ManagedItem("boot target", before.boot_target)
     for user in docker_members():
         if user in footprint.docker_users and not (before and user in before.docker_members):
-            yield ManagedItem("docker user", user, 0, unknown)
+            yield ManagedItem("docker user", user, 0, keep_reason)
     accounts = {entry.pw_name for entry in pwd.getpwall()}
     for name in (GATEWAY_USER, ENGINE_USER):
         if name in accounts:
@@ -196,7 +198,7 @@ def package_leftovers(before: Baseline | None, paths: Paths) -> Iterator[Managed
     for package, folders in _LEFTOVERS.items():
         if package in present or package in before.packages:
             continue
-        for path in (paths.below(folder) for folder in folders):
+        for path in map(paths.below, folders):
             if path.is_dir() and str(path) not in before.directories:
                 yield ManagedItem("remains", str(path), resources.freed_bytes([path])[path])
     docker_gone = docker.client("version").returncode == 127
@@ -205,25 +207,21 @@ def package_leftovers(before: Baseline | None, paths: Paths) -> Iterator[Managed
 
 
 def changed_shared_files(
-    footprint: Footprint, before: Baseline | None, keep_docker: str, paths: Paths
+    footprint: Footprint, before: Baseline | None, docker_reason: str, paths: Paths
 ) -> list[ManagedItem]:
-    """Return shared files that we changed; ``keep_docker`` gives the reason to keep Docker's."""
+    """Return shared files that we changed, with the reasons to keep some of them."""
     items = []
     for path in footprint.shared_files:
         current = _read(paths.below(path))
         original = _original_text(path, footprint, before, paths)
         if current is None or current == original:
             continue
-        has_original = before is not None or original is not None
-        reason = (
-            ""
-            if has_original
-            else "the earlier content is unknown; manually remove the lines that spark-deploy added"
-        )
+        is_original_known = before is not None or original is not None
+        reason = "" if is_original_known else _UNKNOWN_ORIGINAL
         if path == footprint.daemon_json:
             if _without_our_keys(current, original, footprint) == _parse(current):
-                continue
-            reason = reason or keep_docker
+                continue  # only the owner changed it
+            reason = reason or docker_reason
         items.append(ManagedItem("settings", path, 0, reason))
     copy = paths.below(backup_path(footprint.daemon_json))
     if copy.exists() and not any(item.kept_because for item in items):
@@ -235,7 +233,8 @@ def restore_shared_file(
     path: str, footprint: Footprint, before: Baseline | None, paths: Paths
 ) -> None:
     """Restore a file's original content, but keep unrelated changes in daemon.json."""
-    restored, target = _original_text(path, footprint, before, paths), paths.below(path)
+    target = paths.below(path)
+    restored = _original_text(path, footprint, before, paths)
     if path == footprint.daemon_json:
         remaining = _without_our_keys(_read(target) or "", restored, footprint)
         if remaining != _parse(restored or ""):
@@ -257,7 +256,7 @@ def _original_text(
 
 
 def _without_our_keys(current: str, original: str | None, footprint: Footprint) -> dict[str, Any]:
-    """Return daemon.json with the original values of our keys, and with all other changes."""
+    """Return daemon.json with the original values of our keys and the current values of others."""
     settings, originals = _parse(current), _parse(original or "")
     remaining = {key: value for key, value in settings.items() if key not in footprint.daemon_keys}
     return remaining | {key: originals[key] for key in footprint.daemon_keys if key in originals}

@@ -29,7 +29,7 @@ _UP = ("active", "activating", "reloading", "deactivating")
 
 
 def plan_prune(keep: KeepList, paths: Paths) -> Pruning:
-    """Return removable items, and kept releases with reasons."""
+    """Return the items to remove, and the reason for each release to keep."""
     if not docker.is_up():
         raise HostToolError("docker", "does not respond", "run `systemctl status docker`")
     jobs = resources.known_jobs(paths)
@@ -67,7 +67,7 @@ def plan_prune(keep: KeepList, paths: Paths) -> Pruning:
 
 
 def _kept_releases(keep: KeepList, paths: Paths) -> dict[str, str]:
-    """Map each release to keep to the reason."""
+    """Map each release that must be kept to the reason."""
     all_names, host = release_names(paths), Host(paths)
     templates = (units.SERVE, units.SWITCH)
     states = systemd.show([t.unit(name) for t in templates for name in all_names], ["ActiveState"])
@@ -75,7 +75,7 @@ def _kept_releases(keep: KeepList, paths: Paths) -> dict[str, str]:
     for service in {parse_service(name) for name in all_names}:
         record = boot.read_known_good(service, host)
         # A release with a damaged document cannot be a rollback target.
-        previous = [n for n in record.previous if n in all_names and host.release(n)]
+        previous = [name for name in record.previous if name in all_names and host.release(name)]
         stopped = host.disk.read(Stopped, paths.stopped(service))
         reasons = [(name, "rollback target") for name in previous[: keep.releases_kept]]
         reasons += [(name, "starts at boot") for name in boot.enabled_releases(service, host)]
@@ -96,28 +96,29 @@ def _kept_releases(keep: KeepList, paths: Paths) -> dict[str, str]:
 def _busy_jobs(jobs: dict[str, Job], paths: Paths) -> set[str]:
     """Return jobs that run, wait or start at the next boot."""
     states = systemd.show([job.unit for job in jobs.values()], ["ActiveState", "Job"])
-    busy = {
-        name
-        for name, job in jobs.items()
-        if (unit := states.get(job.unit, {})).get("ActiveState") in _UP or systemd.is_queued(unit)
-    }
+    busy = set()
+    for name, job in jobs.items():
+        state = states.get(job.unit, {})
+        if state.get("ActiveState") in _UP or systemd.is_queued(state):
+            busy.add(name)
     links = paths.boot_links
     for link in links.glob(units.PREPARE.unit("*")) if links.is_dir() else ():
-        busy |= {conf.stem for conf in (paths.units / f"{link.name}.d").glob("*.conf")} & set(jobs)
+        drop_ins = (paths.units / f"{link.name}.d").glob("*.conf")
+        busy |= {drop_in.stem for drop_in in drop_ins} & set(jobs)
     return busy
 
 
 def _needed_folders(
     keep: KeepList, kept: Iterable[str], busy: set[str], jobs: dict[str, Job], paths: Paths
 ) -> set[Path]:
-    """Return folders that the plan, kept releases or busy jobs use, and bases for repairs."""
+    """Return folders that the plan, kept releases, busy jobs or repairs need."""
     needed = {paths.below(path) for path in keep.folders}
     for release in (load_release(name, paths) for name in kept):
         needed.add(paths.below(release.tree.path))
         needed |= {paths.below(mount.source) for mount in release.engine.mounts}
-    for name in busy:
-        names = (name, *(after for after in jobs[name].after if after in jobs))
-        needed |= {path for n in names if (path := resources.result_folder(jobs[n], paths))}
+    with_earlier_jobs = busy.union(*(jobs[name].after for name in busy)) & jobs.keys()
+    results = (resources.result_folder(jobs[name], paths) for name in with_earlier_jobs)
+    needed |= {folder for folder in results if folder}
     for tree in list(needed):
         # To repair a checkpoint, a job reads its base.
         receipt = receipts.find_receipt(tree)
@@ -129,7 +130,7 @@ def _needed_folders(
 def _split_images(
     keep: KeepList, kept: Iterable[str], busy: set[str], jobs: dict[str, Job], paths: Paths
 ) -> tuple[list[Image], list[Image]]:
-    """Return removable images, then needed images."""
+    """Return the managed images as two lists: removable and needed."""
     needed = set(keep.images) | resources.image_references_in_use()
     needed |= {load_release(name, paths).image.tag for name in kept}
     needed |= {image for name in busy if (image := resources.job_image(jobs[name]))}
@@ -142,7 +143,7 @@ def _split_images(
 def _is_stale(
     job: Job, needed: set[Path], removed: set[Path], removed_images: list[Image], paths: Paths
 ) -> bool:
-    """Return whether a job's result is removed by this prune, or already gone and not needed."""
+    """Return whether this prune removes a job's result, or the result is gone and not needed."""
     folder = resources.result_folder(job, paths)
     if folder is not None:
         return folder in removed or (folder not in needed and not folder.exists())
@@ -158,7 +159,7 @@ def remove(plan: Pruning, paths: Paths) -> Pruning:
     for name in names("tree", "source", "cache", "tools"):
         resources.remove_folder(Path(name))
     problems = [docker.remove_image(name) for name in reversed(names("image"))]  # most layers first
-    for name in names("job"):  # last: a pulled image is recognized as managed by the job
+    for name in names("job"):  # after the images, which are recognized by the jobs
         _remove_with_folder(paths.job(name) / "job.json")
         shutil.rmtree(paths.units / f"{units.JOB.unit(name)}.d", ignore_errors=True)
     systemd.reload()
@@ -183,7 +184,7 @@ def _remove_release(name: str, paths: Paths) -> None:
 
 
 def _remove_with_folder(document: Path) -> None:
-    """Delete the document, then the folder: after an interruption, readers ignore the folder."""
+    """Delete the document first, because readers ignore folders without one."""
     files.remove(document)
     shutil.rmtree(document.parent)
 

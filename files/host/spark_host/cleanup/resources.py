@@ -60,7 +60,7 @@ def result_folder(job: Job, paths: Paths) -> Path | None:
 def managed_folders(
     parents: Iterable[tuple[str, Path]], jobs_by_digest: dict[str, Job], paths: Paths
 ) -> tuple[list[Folder], list[Path]]:
-    """Return the managed folders in ``parents`` (kind, path), and all other entries.
+    """Return the managed folders and all other entries of ``parents``, which lists (kind, path).
 
     Managed folders have a digest in the name, and a receipt or a job; compile caches need only the
     name. Symlinks are never managed, because they may lead anywhere.
@@ -68,9 +68,8 @@ def managed_folders(
     managed, others = [], []
     results = {result_folder(job, paths) for job in jobs_by_digest.values()}
     existing = [(kind, parent) for kind, parent in parents if parent.is_dir()]
-    for kind, path in (
-        (kind, path) for kind, parent in existing for path in sorted(parent.iterdir())
-    ):
+    entries = [(kind, path) for kind, parent in existing for path in sorted(parent.iterdir())]
+    for kind, path in entries:
         unfinished = _UNFINISHED.match(path.name)
         owner = path.with_name(unfinished["hidden"] or unfinished["plain"]) if unfinished else path
         pattern = CACHE_NAME if kind == "cache" else TREE_NAME
@@ -85,7 +84,7 @@ def managed_folders(
 
 
 def old_tools(paths: Paths) -> list[Folder]:
-    """Return earlier host tools that no link points to and no process uses."""
+    """Return the old versions of the host tools that no link points to and no process uses."""
     if not paths.tools.is_dir():
         return []
     current = {(paths.tools / link).resolve() for link in LINKED_TOOLS}
@@ -113,12 +112,12 @@ def _is_used(folder: Path) -> bool:
 def freed_bytes(directories: Iterable[Path]) -> dict[Path, int]:
     """Return the bytes that each removal frees; files with other hard links free nothing."""
     freed = dict.fromkeys(directories, 0)
-    links: dict[tuple[int, int], int] = {}
+    links_seen: dict[tuple[int, int], int] = {}
     for directory in freed:
         for info in _files_below(directory):
             identity = (info.st_dev, info.st_ino)
-            links[identity] = links.get(identity, 0) + 1
-            if links[identity] == info.st_nlink:
+            links_seen[identity] = links_seen.get(identity, 0) + 1
+            if links_seen[identity] == info.st_nlink:
                 freed[directory] += info.st_blocks * 512
     return freed
 
@@ -126,7 +125,8 @@ def freed_bytes(directories: Iterable[Path]) -> dict[Path, int]:
 def _files_below(directory: Path) -> Iterator[os.stat_result]:
     pending = [os.fspath(directory)]
     while pending:
-        with suppress(OSError), os.scandir(pending.pop()) as entries:  # a path too long, or removed
+        # A path may be too long, or may have been removed.
+        with suppress(OSError), os.scandir(pending.pop()) as entries:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
                     pending.append(entry.path)
@@ -139,11 +139,11 @@ def managed_images(jobs_by_digest: dict[str, Job], paths: Paths) -> list[Image]:
 
     These are images with our label, and untagged images that one of our jobs pulled.
     """
-    pulled = {
-        image
-        for digest12, job in jobs_by_digest.items()
-        if job.kind == IMAGE_PULL_JOB and _has_run(digest12, paths) and (image := job_image(job))
-    } | {job.base for job in jobs_by_digest.values() if job.base}
+    pulled = {job.base for job in jobs_by_digest.values() if job.base}
+    for digest12, job in jobs_by_digest.items():
+        image = job_image(job)
+        if image and job.kind == IMAGE_PULL_JOB and _has_run(digest12, paths):
+            pulled.add(image)
     managed: dict[str, Image] = {}
     for entry in docker.query("/images/json") or []:
         tags = [tag for tag in entry.get("RepoTags") or () if tag != "<none>:<none>"]
@@ -166,26 +166,26 @@ def inspect_image(reference: str) -> Image | None:
 
 def image_references_in_use() -> set[str]:
     containers = docker.query("/containers/json?all=1") or []
-    names = {str(item.get("Image")) for item in containers}
+    references = {str(item.get("Image")) for item in containers}
     for image_id in {str(item.get("ImageID")) for item in containers}:
         image = docker.query(f"/images/{quote(image_id, safe=':')}/json") or {}
-        names |= {*(image.get("RepoTags") or ()), *(image.get("RepoDigests") or ())}
-    return names
+        references |= {*(image.get("RepoTags") or ()), *(image.get("RepoDigests") or ())}
+    return references
 
 
 def image_bytes(removed: list[Image], kept: list[Image]) -> dict[str, int]:
-    """Return the bytes that each removal frees: the size of layers that no kept image shares."""
-    counted = list(kept)
+    """Return the bytes that each removal frees: its layers that no kept or earlier image has."""
+    others = list(kept)
     freed = {}
     for image in removed:
         shared = [
             other.size_bytes
-            for other in counted
+            for other in others
             if other.layers == image.layers[: len(other.layers)]
         ]
         is_base = any(image.layers == other.layers[: len(image.layers)] for other in kept)
         freed[image.reference] = 0 if is_base else image.size_bytes - max(shared, default=0)
-        counted.append(image)
+        others.append(image)
     return freed
 
 

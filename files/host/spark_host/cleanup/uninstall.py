@@ -58,12 +58,14 @@ class UnmanagedContainers(NamedTuple):
     images: set[str]
 
     def keep_reasons(self, footprint: Footprint) -> dict[str, str]:
+        """Map each package that these containers use to the reason to keep it."""
         reasons: dict[str, str] = {}
-        for packages, names in (
+        for packages, containers in (
             (footprint.engine_packages, self.names), (footprint.gpu_packages, self.with_gpu),
         ):  # fmt: skip
-            reason = f"used by unmanaged containers: {', '.join(names)}"
-            reasons |= dict.fromkeys(packages if names else (), reason)
+            if containers:
+                reason = f"used by unmanaged containers: {', '.join(containers)}"
+                reasons |= dict.fromkeys(packages, reason)
         return reasons
 
 
@@ -92,10 +94,10 @@ def read_manifest(footprint: Footprint, paths: Paths) -> UninstallManifest:
     packages: list[ManagedItem] = []
     if deployed:
         packages = baseline.package_items(footprint, before, unmanaged.keep_reasons(footprint))
-    keep_docker = _keep_docker(packages, footprint, unmanaged.with_gpu)
-    items += [*_units_and_configuration(paths), *_file_items(footprint, keep_docker, paths)]
+    docker_reason = _docker_reason(packages, footprint, unmanaged.with_gpu)
+    items += [*_units_and_configuration(paths), *_file_items(footprint, docker_reason, paths)]
     if deployed:
-        items += baseline.changed_shared_files(footprint, before, keep_docker, paths)
+        items += baseline.changed_shared_files(footprint, before, docker_reason, paths)
         items += [*baseline.changed_host_settings(footprint, before), *packages]
     items += [*baseline.package_leftovers(before, paths), *_tools_and_records(paths)]
     if items:
@@ -111,13 +113,13 @@ def read_manifest(footprint: Footprint, paths: Paths) -> UninstallManifest:
 
 
 def _unmanaged_containers() -> UnmanagedContainers:
-    if docker.client("version").returncode == 127:
+    if docker.client("version").returncode == 127:  # not installed
         return UnmanagedContainers([], [], set())
     if not docker.is_up():
         fix = "run `systemctl start docker`, then run the command again"
         raise HostToolError("docker", "does not respond, so its containers are unknown", fix)
     engines = set(docker.engine_containers())
-    names, gpu, images = [], [], set()
+    names, with_gpu, images = [], [], set()
     for item in docker.query("/containers/json?all=1") or []:
         name = str((item.get("Names") or [item.get("Id")])[0]).lstrip("/")
         if name in engines:
@@ -126,8 +128,8 @@ def _unmanaged_containers() -> UnmanagedContainers:
         images.add(str(item.get("ImageID")))
         config = (docker.inspect_container(name, 60) or {}).get("HostConfig") or {}
         if config.get("Runtime") == "nvidia" or config.get("DeviceRequests"):
-            gpu.append(name)
-    return UnmanagedContainers(sorted(names), sorted(gpu), images)
+            with_gpu.append(name)
+    return UnmanagedContainers(sorted(names), sorted(with_gpu), images)
 
 
 def _image_items(
@@ -137,7 +139,7 @@ def _image_items(
     gpu_proof = read_document(GpuProof, paths.gpu_receipt)
     reference = gpu_proof.key.get("image") if gpu_proof else None
     if reference and reference not in {image.reference for image in images}:
-        # The image of the GPU check, unless someone has tagged it.
+        # The GPU check used this image. If it has a tag, someone else needs it.
         image = resources.inspect_image(reference)
         if image and not (docker.inspect_image(reference) or {}).get("RepoTags"):
             images.append(image)
@@ -196,7 +198,7 @@ def _entries(folder: Path) -> list[Path]:
     return sorted(folder.iterdir()) if folder.is_dir() else []
 
 
-def _file_items(footprint: Footprint, keep_docker: str, paths: Paths) -> Iterator[ManagedItem]:
+def _file_items(footprint: Footprint, docker_reason: str, paths: Paths) -> Iterator[ManagedItem]:
     commands = (f"{COMMANDS_DIR}/{name}" for name in (CHECK_TOOL, TOOL))
     for path in (*footprint.files, *commands, SYSUSERS, units.DAILY_STAMP):
         if paths.below(path).is_file():
@@ -207,20 +209,20 @@ def _file_items(footprint: Footprint, keep_docker: str, paths: Paths) -> Iterato
         text = source.read_text()
         if _MANAGED not in text:
             continue
-        yield ManagedItem("apt source", str(source), 0, keep_docker)
+        yield ManagedItem("apt source", str(source), 0, docker_reason)
         for key in re.findall(r"^Signed-By: (/etc/apt/keyrings/spark-\S+)$", text, re.MULTILINE):
             if paths.below(key).is_file():
-                yield ManagedItem("apt source", str(paths.below(key)), 0, keep_docker)
+                yield ManagedItem("apt source", str(paths.below(key)), 0, docker_reason)
 
 
-def _keep_docker(packages: list[ManagedItem], footprint: Footprint, with_gpu: list[str]) -> str:
-    """Return why Docker's settings and package sources stay, or ""."""
+def _docker_reason(packages: list[ManagedItem], footprint: Footprint, with_gpu: list[str]) -> str:
+    """Return why to keep Docker's settings and package sources, or ""."""
     if with_gpu:
         return f"{', '.join(with_gpu)} may need it"
-    engine = (*footprint.engine_packages, *footprint.gpu_packages)
-    kept = (package.name for package in packages if package.kept_because)
-    staying = [name for name in kept if name in engine]
-    return f"needed by {', '.join(staying)}" if staying else ""
+    engine_and_gpu = (*footprint.engine_packages, *footprint.gpu_packages)
+    all_kept = (package.name for package in packages if package.kept_because)
+    kept = [name for name in all_kept if name in engine_and_gpu]
+    return f"needed by {', '.join(kept)}" if kept else ""
 
 
 def _tools_and_records(paths: Paths) -> Iterator[ManagedItem]:
@@ -233,8 +235,9 @@ def _tools_and_records(paths: Paths) -> Iterator[ManagedItem]:
     keep_network = _KEEP_NETWORK if paths.below(NETPLAN_FILE).is_file() else ""
     for path in _entries(paths.state):
         if path.name != baseline.RECORD_NAME:
-            reason = keep_network if path.name == "fabric" else ""  # `fabric --restore` needs it
-            reason = reason if path.name in _RECORDS else _UNMANAGED
+            reason = "" if path.name in _RECORDS else _UNMANAGED
+            if path.name == "fabric":
+                reason = keep_network  # `fabric --restore` needs this record
             yield ManagedItem("record", str(path), 0, reason)
     for path in (paths.run, paths.below("/run/spark-gateway")):
         if path.exists():
@@ -244,12 +247,13 @@ def _tools_and_records(paths: Paths) -> Iterator[ManagedItem]:
 def _empty_folders(
     footprint: Footprint, before: Baseline | None, paths: Paths
 ) -> Iterator[ManagedItem]:
+    """Yield folders that we may have created and that are empty, apart from folders to remove."""
     data_dirs = (footprint.models_dir, footprint.sources_dir, footprint.cache_dir)
     data = set(map(paths.below, data_dirs))
     candidates = {paths.below(CONFIG_DIR), paths.state, paths.tools, *data}
     if before is not None:
-        inside = (*map(str, candidates), *footprint.files, *footprint.shared_files)
-        parents = {parent for path in inside for parent in paths.below(path).parents}
+        our_paths = (*map(str, candidates), *footprint.files, *footprint.shared_files)
+        parents = {parent for path in our_paths for parent in paths.below(path).parents}
         parents |= {paths.below("/etc/apt/keyrings"), paths.below(SYSUSERS).parent}
         roots = (paths.below("/etc"), *data)
         candidates |= {
@@ -271,6 +275,7 @@ def remove(footprint: Footprint, paths: Paths) -> UninstallManifest:
     for _ in range(_ROUNDS):
         current = read_manifest(footprint, paths)
         removable = [item for item in current.items if not item.kept_because]
+        # Remove the baseline only when nothing else is left.
         removable = [item for item in removable if item.kind != _BASELINE] or removable
         if not removable:
             break

@@ -50,8 +50,8 @@ class Metrics:
             if len(samples) == _MAX_SAMPLES:
                 break
             head, _, value = line.rpartition(" ")
-            name, _, text = head.partition("{")
-            labels = _parse_labels(text.rstrip("}"))
+            name, _, label_text = head.partition("{")
+            labels = _parse_labels(label_text.rstrip("}"))
             with suppress(ValueError):
                 samples.append(Sample(name.strip(), labels, float(value)))
         return cls(tuple(samples))
@@ -104,9 +104,10 @@ class Metrics:
 
 def _parse_labels(text: str) -> dict[str, str]:
     labels = {}
-    while text:
-        key, _, text = text.partition('="')
-        value, _, text = text.partition('"')
+    rest = text
+    while rest:
+        key, _, rest = rest.partition('="')
+        value, _, rest = rest.partition('"')
         labels[key.strip(" ,")] = value
     return labels
 
@@ -143,7 +144,7 @@ class _Reader(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        # Slow single bytes must not extend the deadline.
+        # An engine that sends single bytes slowly must not extend the deadline.
         self._source.settimeout(_remaining_s(self._deadline))
         count = self._source.recv_into(buffer)
         self._remaining_bytes -= count
@@ -155,7 +156,7 @@ class _Reader(io.RawIOBase):
 class _Response(HTTPResponse):
     def __init__(self, source: socket.socket, limit_bytes: int, deadline: float, method: str):
         super().__init__(source, method=method)
-        self.fp.close()
+        self.fp.close()  # this file has no limits
         self.fp = io.BufferedReader(_Reader(source, limit_bytes, deadline), _CHUNK_BYTES)
 
 
@@ -185,7 +186,7 @@ class Engine:
         return self._request("GET", path, None, timeout_s, limit_bytes)
 
     def ask(self, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """POST a JSON body and return the JSON response; raise EngineError on another status."""
+        """POST a JSON body and return the JSON response; raise EngineError unless it is OK."""
         reply = self._request("POST", path, body, timeout_s, _RESPONSE_BYTES)
         if reply.status != 200:
             raise EngineError(f"HTTP {reply.status}: {reply.body[:200].decode(errors='replace')}")
@@ -207,7 +208,7 @@ class Engine:
                     if line.rstrip(b"\r") == b"data: [DONE]":
                         return
                     if line.startswith(b"data: "):
-                        yield Reply(200, line[6:]).json()
+                        yield Reply(200, line.removeprefix(b"data: ")).json()
             if rest.rstrip() != b"data: [DONE]":
                 raise EngineError("the stream ended without [DONE]")
         finally:
@@ -233,9 +234,8 @@ class Engine:
         self, method: str, path: str, body: object, deadline: float, limit_bytes: int
     ) -> tuple[_Connection, _Response]:
         connection = _Connection(self._path, _remaining_s(deadline))
-        text, headers = None, {}
-        if body is not None:
-            text, headers = json.dumps(body), {"Content-Type": "application/json"}
+        text = None if body is None else json.dumps(body)
+        headers = {} if body is None else {"Content-Type": "application/json"}
         try:
             with ExitStack() as on_error:
                 on_error.callback(connection.close)

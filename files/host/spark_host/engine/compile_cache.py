@@ -23,7 +23,8 @@ from spark_host.system.programs import Report
 
 # A normal cache is several times smaller.
 _MAX_BYTES, _MAX_FILES = 8 << 30, 200_000
-# Above these limits the watchdog stops the engine, and the next start uses an empty cache.
+# Above these limits the watchdog stops the engine, whose account has no disk quota. The next start
+# uses an empty cache.
 LIMIT_BYTES, LIMIT_FILES = 20 << 30, 400_000
 
 
@@ -37,10 +38,11 @@ def prepare(release: Release, host: Host, report: Report) -> None:
     if proven and usable:  # a proven release keeps its cache
         return
     folder, state_file = host.paths.below(release.cache), host.paths.compile_cache(release.name)
-    run, state = os.environ.get("INVOCATION_ID", ""), _read_state(release, host)
+    invocation_id = os.environ.get("INVOCATION_ID", "")
+    state = _read_state(release, host)
     # An unproven release continues with the cache of the earlier start, unless it was rejected.
     if state and usable and not _is_rejected(release, state, host):
-        _write(state_file, replace(state, invocation_id=run), host, report)
+        _write(state_file, replace(state, invocation_id=invocation_id), host, report)
         return
     host.disk.remove(state_file)
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -51,7 +53,8 @@ def prepare(release: Release, host: Host, report: Report) -> None:
         source, owner = None, find_account(release.engine.user)
         folders.create(folder, owner.pw_uid, owner.pw_gid, 0o755)
         report(f"{PHASE}cache starting with an empty compile cache")
-    _write(state_file, CompileCache(driver, source.name if source else None, run), host, report)
+    new_state = CompileCache(driver, source.name if source else None, invocation_id)
+    _write(state_file, new_state, host, report)
 
 
 def _write(state_file: Path, state: CompileCache, host: Host, report: Report) -> None:
@@ -79,7 +82,7 @@ def is_complete(release: Release, driver: str, host: Host) -> bool:
 
 
 def size_problem(release: Release, host: Host) -> str:
-    """Return why the cache is too large, or ""; the engine's account has no disk quota."""
+    """Return why the cache is too large, or ""."""
     if release.cache is None:
         return ""
     folder = host.paths.below(release.cache)
@@ -102,6 +105,7 @@ def _is_usable(release: Release, driver: str, host: Host) -> bool:
 
 
 def _is_rejected(release: Release, state: CompileCache, host: Host) -> bool:
+    """Return whether the last engine with this cache became ready, but failed its check."""
     result = boot.read_proof(release.name, host)
     if result is None or result.invocation_id != state.invocation_id:
         return False
@@ -110,13 +114,13 @@ def _is_rejected(release: Release, state: CompileCache, host: Host) -> bool:
 
 
 def _find_source(release: Release, driver: str, host: Host) -> Release | None:
-    """Return the last proven release whose cache fits."""
+    """Return the latest proven release whose cache this release can use."""
     for name in boot.read_known_good(release.service, host).names:
         other = host.release(name)
         if other is None or other.name == release.name or not other.cache:
             continue
-        same_key = Path(other.cache).parent == Path(str(release.cache)).parent
-        if same_key and _is_usable(other, driver, host):
+        same_parent = Path(other.cache).parent == Path(str(release.cache)).parent
+        if same_parent and _is_usable(other, driver, host):
             return other
     return None
 

@@ -38,7 +38,7 @@ def docker_argv(release: Release, paths: Paths) -> list[str]:
         text = f"type=bind,source={mount.source},target={mount.target}"
         argv += ["--mount", text + (",readonly" if mount.read_only else "")]
     argv += ["--env-file", str(paths.engine_environment(release.name))]
-    # Numeric, because the image has different accounts.
+    # Use numbers, because the image has different accounts.
     argv += ["--user", f"{user.pw_uid}:{user.pw_gid}"]
     argv += docker.gpu_arguments(paths)
     argv += release.engine.docker_args
@@ -84,7 +84,9 @@ def refresh_cdi(report: Report, paths: Paths) -> None:
     except ProgramTimeoutError as error:
         report(f"cannot compare the CDI specifications with the driver: {error}")
         return
-    for spec in sorted(specs) if driver else []:
+    if not driver:
+        return
+    for spec in sorted(specs):
         text = spec.read_text(errors="replace")
         version = libcuda_version(text)
         if "nvidia.com/gpu" not in text or version in ("", driver):
@@ -92,11 +94,12 @@ def refresh_cdi(report: Report, paths: Paths) -> None:
         report(f"regenerating {spec} for driver {driver}, because it was made for driver {version}")
         if read_output("nvidia-ctk", "cdi", "generate", f"--output={spec}") is None:
             # Containers may get the GPU without CDI.
-            report(f"cannot do so; run `nvidia-ctk cdi generate --output={spec}` to see the error")
+            command = f"nvidia-ctk cdi generate --output={spec}"
+            report(f"cannot regenerate it; run `{command}` to see the error")
 
 
 def open_process(container: str) -> int | None:
-    """Return a pidfd of a running container's first process, or ``None`` without a response.
+    """Return a pidfd of a running container's first process, or None if it cannot be found.
 
     Killing this process stops the container even when docker fails for lack of memory.
     """
@@ -117,7 +120,7 @@ def open_process(container: str) -> int | None:
 
 
 def kill_container(container: str, pidfd: int | None) -> str:
-    """Kill the first process, or else the container with `docker kill`; return the error or ""."""
+    """Kill the process of ``pidfd``; if that fails, use `docker kill`. Return the error or ""."""
     if pidfd is not None:
         try:
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)

@@ -68,11 +68,11 @@ def kernel_lines(messages: Iterable[str]) -> tuple[str, ...]:
 
 
 def times_s(messages: Iterable[str]) -> dict[str, float]:
-    return _sums(messages, _TIMES, digits=3)
+    return _sum_matches(messages, _TIMES, digits=3)
 
 
 def sizes_bytes(messages: Iterable[str]) -> dict[str, int]:
-    return {name: int(gib * GIB) for name, gib in _sums(messages, _SIZES, digits=6).items()}
+    return {name: int(gib * GIB) for name, gib in _sum_matches(messages, _SIZES, digits=6).items()}
 
 
 def kv_cache_tokens(messages: Iterable[str]) -> int | None:
@@ -80,7 +80,7 @@ def kv_cache_tokens(messages: Iterable[str]) -> int | None:
     return int(sizes[-1].replace(",", "")) if sizes else None
 
 
-def _sums(
+def _sum_matches(
     messages: Iterable[str], patterns: dict[str, re.Pattern[str]], digits: int
 ) -> dict[str, float]:
     sums: dict[str, float] = {}
@@ -149,8 +149,9 @@ class StartPhases:
         return next(reversed(self.began_s))
 
     def update(self, lines: Iterable[str], now_s: float) -> None:
-        """Enter the last phase in the log; ignore earlier phases that a drafter repeats."""
-        self.updated_s, text = now_s, "\n".join(lines)
+        """Enter the last phase in the log; ignore earlier phases, which a drafter repeats."""
+        self.updated_s = now_s
+        text = "\n".join(lines)
         later = _PHASES[_PHASES.index(self.current) + 1 :]
         reached = next((name for name in reversed(later) if _MESSAGES[name].search(text)), None)
         if reached:
@@ -176,7 +177,7 @@ class StartPhases:
 
 def weight_bytes(release: Release) -> int:
     """Return the size of the weights that a member loads into memory; 0 if unknown."""
-    if release.check.portable:  # dequantizes them
+    if release.check.portable:  # the engine dequantizes the weights
         return 0
     tree_receipts = (receipts.find_receipt(Path(tree.path)) for tree in release.trees)
     files = [file for receipt in tree_receipts if receipt for file in receipt.files]

@@ -67,8 +67,9 @@ def prepare_blocks(release: Release, report: Report) -> None:
     if blocks is None or not (blocks.is_low(release.memory.needed_bytes) or blocks.is_fragmented):
         return
     report(f"{PHASE}memory {blocks}: dropping caches and compacting memory")
-    problem = defragment()
-    report(f"{PHASE}memory now {read_free_blocks()}{problem and f' ({problem})'}")
+    error = defragment()
+    suffix = f" ({error})" if error else ""
+    report(f"{PHASE}memory now {read_free_blocks()}{suffix}")
 
 
 @dataclass(slots=True)
