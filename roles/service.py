@@ -54,9 +54,9 @@ def reboot(*, plan: PreflightPlan, release: Release) -> None:
 
     Reboots come first, because a driver that needs a reboot would make later steps fail.
     """
-    for (name,) in waves_of_this_host(
-        (member.name,) for member in inventory if plan.reboot == "allow"
-    ):
+    if plan.reboot != "allow":
+        return
+    for (name,) in waves_of_this_host((member.name,) for member in inventory):
         reboot_host(name=f"Reboot {name} if required", plan=plan, release=release)
 
 
@@ -107,7 +107,7 @@ def retire(*, services: Sequence[str], accepted_overrides: Sequence[str]) -> Non
 
 @deploy("Verify")
 def verify(*, release: Release, gateway: GatewayPlan, schedule: Sequence[ScheduledPlan]) -> None:
-    """Fail unless the host serves this release and its check passed."""
+    """Fail unless the host serves this release and the release has passed its check."""
     scheduled = tuple(entry.release for entry in schedule)
     verify_service(name="Verify the service", release=release, gateway=gateway, scheduled=scheduled)
 
@@ -151,6 +151,6 @@ def rotate_key(*, plan: GatewayPlan) -> None:
 @deploy("Named keys")
 def named_keys(*, plan: BasePlan, keys: dict[str, NamedKey] | None) -> None:
     expect_fact(BaseState, lambda: fact_arguments(plan))
-    if keys:  # a revocation of keys must work without apt
+    if keys:  # revoking all keys must work without apt
         install_packages(name="Install nginx's JavaScript module", plan=plan, packages=(NJS,))
     set_named_keys(name="Set the named API keys", keys=keys)

@@ -87,7 +87,7 @@ def install_host_tools(*, identity: PayloadIdentity) -> None:
     files, units = payload.tools, unit_and_command_files(payload.units)
     expect_files(file.path for file in (*tool_files(identity, files), *units))
     expect_fact(PythonSite)
-    # The packages come first, because a job that starts in between would lack them.
+    # Install the packages first, so that no job starts with new tools but without packages.
     install_site(name="Install the builder's Python packages", identity=identity)
     install_tools(name="Install host tools", identity=identity, files=files, units=units)
 

@@ -41,10 +41,11 @@ def _jobs(jobs: Sequence[Work]) -> tuple[Job, ...]:
     return tuple(work.job for work in jobs)
 
 
-def _start(jobs: Sequence[Work], release: str, name: Callable[[Work], str], *kinds: str) -> None:
-    """Start the jobs, by default all kinds of jobs; a single fact reads all states."""
+def _start(jobs: Sequence[Work], release: str, title: Callable[[Work], str], *kinds: str) -> None:
+    """Start the jobs of the given kinds, or all jobs if no kind is given."""
     for work in host_loop(work for work in jobs if not kinds or work.job.kind in kinds):
-        start_job(name=name(work), work=work, release=release, names=_names(jobs))
+        # With the names of all jobs, a single fact reads all states.
+        start_job(name=title(work), work=work, release=release, names=_names(jobs))
 
 
 @deploy("Sources")
@@ -75,7 +76,7 @@ def _start_build(jobs: Sequence[Work], release: str) -> None:
 
 @deploy("Image")
 def prepare_image(*, jobs: Sequence[Work], release: str) -> None:
-    """Start building the image, then the quantization and checkpoint that need the image."""
+    """Start the image build, then the quantization and checkpoint jobs that need the image."""
     _start(jobs, release, lambda _: "Prepare the engine image", *IMAGE_JOBS)
     if _has_quantization(jobs):
         # AutoRound runs in the engine's image.
@@ -104,7 +105,7 @@ def quantize(*, jobs: Sequence[Work], image: str, release: str) -> None:
 @deploy("Ready")
 def prepare_other_models(*, jobs: Sequence[Work], service: str) -> None:
     """Prepare models in ``keep_ready``, so that later rollouts need no downloads or builds."""
-    # The release's target is disabled after its jobs, so these jobs have a separate target.
+    # The release's target is disabled once its jobs are done, so these jobs use another target.
     target = f"{service}-ready"
     _start(jobs, target, lambda work: preparation_name(work.job))
     wait_for_jobs(name="Wait for the other models", jobs=_jobs(jobs), release=target)
@@ -120,7 +121,7 @@ def stop_peer_downloads() -> None:
 
 @deploy("Sources")
 def remove_base(*, jobs: Sequence[Work], release: str) -> None:
-    """Remove the base after the checkpoint is verified."""
+    """Remove the base checkpoint; the job first verifies the checkpoint built from it."""
     for work in host_loop(jobs):
         name = f"Remove {work.job.title.removeprefix('remove ')}"
         start_job(name=name, work=work, release=release, names=_names([work]))

@@ -5,7 +5,7 @@ from types import FrameType
 
 
 def start() -> int:
-    """Run the command line; Ctrl-C prints one line, also during the imports."""
+    """Run the command line; Ctrl-C prints one line, even while modules are imported."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _stop)
     from spark_deploy.cli import main
@@ -14,7 +14,7 @@ def start() -> int:
 
 
 def _stop(signum: int, frame: FrameType | None) -> None:
-    # An exception would leave half imported modules, which print more errors.
+    # An exception would leave half-imported modules, which print more errors.
     os.write(2, b"\nstopped; no changes made\n")
     os._exit(130)
 

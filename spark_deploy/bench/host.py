@@ -86,19 +86,20 @@ def read_served(login: Login, service: str) -> tuple[Served, Release]:
     system = dict(
         line.split("=", 1) for line in login.run(SYSTEM_SCRIPT).splitlines() if "=" in line
     )
-    versions = {k: str(v).strip() for k, v in {**status.versions, **system}.items() if v}
+    reported = {**status.versions, **system}
+    versions = {name: str(version).strip() for name, version in reported.items() if version}
     options = (word.partition("=") for word in release.engine.docker_args)
+    cpus = next((value for option, _, value in options if option == "--cpuset-cpus"), None)
     served = Served(
         login.name, release.name, release.model, release.profile, release.image.tag,
-        release.tree.path, versions, release.check.portable,
-        next((cpus for option, _, cpus in options if option == "--cpuset-cpus"), None),
+        release.tree.path, versions, release.check.portable, cpus,
     )  # fmt: skip
     return served, release
 
 
 def read_draft_counters(login: Login, service: str) -> tuple[int, int]:
-    engine = Paths(Path("/")).engine_socket(service)
-    text = login.run(f"curl -sS -m 20 --unix-socket {engine} http://engine/metrics")
+    socket_path = Paths(Path("/")).engine_socket(service)
+    text = login.run(f"curl -sS -m 20 --unix-socket {socket_path} http://engine/metrics")
     counts = Counter[str]()
     for kind, value in _COUNTER.findall(text):
         counts[kind] += int(float(value))
@@ -113,7 +114,7 @@ def ticking(
     *,
     first_s: float | None = None,
 ) -> Iterator[None]:
-    """Print ``text`` with the elapsed time every ``every_s``, first after ``first_s`` seconds."""
+    """Print ``text`` and the elapsed time every ``every_s`` seconds, first after ``first_s``."""
     started, done = time.monotonic(), threading.Event()
 
     def tick() -> None:
@@ -146,8 +147,8 @@ def copy_tokenizer(login: Login, checkpoint: str) -> Iterator[Path]:
 
 
 def tunnel_argv(ssh: Sequence[str], local_port: int, port: int) -> list[str]:
-    # If the port is in use, ssh would continue without it (or with IPv6 only) and clients would
-    # send the key to another program. ExitOnForwardFailure and the explicit address prevent this.
+    # If the local port is in use, ssh would continue without forwarding it, or forward only IPv6,
+    # so clients would send the key to another program. The option and the address prevent this.
     forward = f"127.0.0.1:{local_port}:127.0.0.1:{port}"
     return [ssh[0], "-N", "-o", "ExitOnForwardFailure=yes", "-L", forward, *ssh[1:]]
 
@@ -181,7 +182,7 @@ def is_open(port: int) -> bool:
 
 @contextmanager
 def sample_host(login: Login) -> Iterator[list[Sample]]:
-    """Sample the host every second; the list is complete when the context ends."""
+    """Sample the host every second; the list is filled when the context ends."""
     samples: list[Sample] = []
     with tempfile.TemporaryFile("w+") as out:
         process = subprocess.Popen(login.argv(_SAMPLE_SCRIPT), stdin=subprocess.DEVNULL, stdout=out)
@@ -201,25 +202,29 @@ def parse_samples(lines: Iterable[str]) -> Iterator[Sample]:
         fields = line.split()
         if len(fields) < 2 or not fields[1].isdigit():
             continue
-        started = float(fields[0]) if started is None else started
-        gpu = parse_gpu_sensors(fields[2] if len(fields) > 2 else "")
-        yield Sample(round(float(fields[0]) - started, 1), int(fields[1]) * 1024, *gpu)
+        time_s, kilobytes = float(fields[0]), int(fields[1])
+        sensors = fields[2] if len(fields) > 2 else ""
+        started = time_s if started is None else started
+        yield Sample(round(time_s - started, 1), kilobytes * 1024, *parse_gpu_sensors(sensors))
 
 
 def parse_gpu_sensors(text: str) -> tuple[float | None, float | None]:
     """Return temperature and power from the output of ``GPU_SENSORS``; a GB10 may report [N/A]."""
-    values: list[float | None] = []
-    for word in [*text.split(","), ""][:2]:
-        try:
-            values.append(float(word))
-        except ValueError:
-            values.append(None)
-    return values[0], values[1]
+    temperature, power, *_ = [*text.split(","), ""]
+    return _parse_number(temperature), _parse_number(power)
+
+
+def _parse_number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 # --- protocol vllm-bench: `vllm bench serve` from the engine image
 
 REQUESTS, WARM_UPS = 10, 3
+_TEMPLATE_TOKENS = 64  # enough for the chat template
 _BENCH_TIMEOUT_S = 3600.0
 _NO_BENCH = "no vllm bench serve in this image"
 # The container has no GPU and downloads nothing. It reads the key from standard input, because
@@ -247,15 +252,15 @@ class LoadCase:
         return REQUESTS * self.concurrency
 
     def limited_to(self, context_tokens: int) -> "LoadCase":
-        """Return the case with prompts so short that answer and chat template fit the context."""
-        room = context_tokens - self.answer_tokens - 64
+        """Return the case with prompts that leave room for answer and chat template."""
+        room = context_tokens - self.answer_tokens - _TEMPLATE_TOKENS
         return replace(self, prompt_tokens=min(self.prompt_tokens, room))
 
 
 def measure_loads(
     login: Login, release: Release, port: int, key_path: str, cases: list[LoadCase], note: Note
 ) -> tuple[str | None, tuple[Load, ...]]:
-    """Run the cases in turn; return vLLM's version, or None if vLLM is missing, and the results."""
+    """Run the cases in turn; return vLLM's version (None if vLLM is missing) and the results."""
     version, loads = None, list[Load]()
     for case in cases:
         seed, plural = int(time.time()), "s" * (case.concurrency > 1)

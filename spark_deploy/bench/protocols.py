@@ -131,7 +131,7 @@ def send_chat_request(endpoint: Endpoint, body: Mapping[str, Any]) -> Iterator[d
             yield json.loads(response.read())
         for line in response:
             if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
-                yield json.loads(line[6:])
+                yield json.loads(line.removeprefix(b"data: "))
     except (OSError, HTTPException, ValueError) as error:
         raise _endpoint_error(endpoint, f"{type(error).__name__}: {error}") from error
     finally:
@@ -178,21 +178,21 @@ class Grid:
 
 
 def find_benchy_python() -> str | None:
-    """Return a Python with llama-benchy: this interpreter or that of the installed command."""
+    """Return a Python that has llama-benchy: this one, or that of the installed command."""
     if importlib.util.find_spec("llama_benchy"):
         return sys.executable
     command = shutil.which("llama-benchy")
     if command is None:
         return None
-    first = Path(command).read_text(errors="replace").splitlines()[0]
-    return first.removeprefix("#!").strip() if first.startswith("#!/") else None
+    first_line = Path(command).read_text(errors="replace").splitlines()[0]
+    return first_line.removeprefix("#!").strip() if first_line.startswith("#!/") else None
 
 
 def measure_grid(
     python: str, endpoint: Endpoint, tokenizer: Path, grid: Grid, result: Path,
     extra_options: Sequence[str],
 ) -> tuple[str, tuple[Cell, ...]]:  # fmt: skip
-    """Run llama-benchy, write the ``result`` file, and return the version and cases."""
+    """Run llama-benchy, which writes the ``result`` file; return its version and the cases."""
     options = [
         "--base-url", endpoint.base_url, "--model", endpoint.model, "--tokenizer", str(tokenizer),
         "--pp", str(grid.prompt_tokens), "--tg", str(grid.answer_tokens),
@@ -250,17 +250,17 @@ def read_cases() -> Iterator[Case]:
     for name, case in data["cases"].items():
         messages: list[dict[str, Any]] = []
         for turn in case.get("after", ()):
-            past = _as_openai(turn["calls"])
+            earlier_calls = _as_openai(turn["calls"])
             messages += [
                 _user_message(turn),
-                {"role": "assistant", "content": None, "tool_calls": past},
+                {"role": "assistant", "content": None, "tool_calls": earlier_calls},
             ]
             messages += [
                 {"role": "tool", "tool_call_id": call["id"], "content": result}
-                for call, result in zip(past, turn["results"], strict=True)
+                for call, result in zip(earlier_calls, turn["results"], strict=True)
             ]
         calls = tuple(item for call in case["calls"] for item in call.items())
-        offered = dict.fromkeys([*(name for name, _ in calls), *case.get("also", ())])
+        offered = dict.fromkeys([*(tool for tool, _ in calls), *case.get("also", ())])
         tools = [_tool_definition(tool, data["tools"][tool]) for tool in offered]
         stream = case.get("stream", False)
         yield Case(name, [*messages, _user_message(case)], tools, calls, stream)
@@ -291,9 +291,8 @@ def _as_openai(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def measure_tools(endpoint: Endpoint, note: Note) -> Iterator[ToolCase]:
     for case in read_cases():
         try:
-            problem = find_problem(
-                case, merge_deltas(send_chat_request(endpoint, _request_body(endpoint, case)))
-            )
+            chunks = send_chat_request(endpoint, _request_body(endpoint, case))
+            problem = find_problem(case, merge_deltas(chunks))
         except RejectedError as error:
             problem = error.problems[0].line
         note(f"tools, {case.name}: {problem or 'correct'}")
@@ -309,7 +308,7 @@ def _request_body(endpoint: Endpoint, case: Case) -> dict[str, Any]:
 
 
 def merge_deltas(chunks: Iterator[dict[str, Any]]) -> dict[str, Any]:
-    """Join the chunks of a streamed message."""
+    """Join the chunks of a message; a message that is not streamed is a single chunk."""
     content, calls = "", dict[int, dict[str, Any]]()
     for chunk in chunks:
         for choice in chunk.get("choices") or ():

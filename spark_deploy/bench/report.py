@@ -30,14 +30,15 @@ Point = tuple[float, float]
 
 def render_markdown(results: Sequence[BenchResult]) -> str:
     lines = [f"# {make_title(results)}", ""]
-    lines += [line for text in invalid_reasons(results) for line in (f"**{text}**", "")]
+    for reason in invalid_reasons(results):
+        lines += [f"**{reason}**", ""]
     for result in results:
         lines.append(f"- {result.at}: {result.served.release}, {result.served.image}")
         lines += [f"- note: {note}" for note in result.notes]
-    for title, protocol, rows in sections(results):
+    for title, protocol, (header, *rows) in sections(results):
         lines += ["", f"## {title}", "", *([protocol, ""] if protocol else [])]
-        lines += [f"| {' | '.join(rows[0])} |", "|---" + "|---:" * len(results) + "|"]
-        lines += [f"| {' | '.join(row)} |" for row in rows[1:]]
+        lines += [f"| {' | '.join(header)} |", "|---" + "|---:" * len(results) + "|"]
+        lines += [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join([*lines, "", ""])
 
 
@@ -97,45 +98,51 @@ def column_names(results: Sequence[BenchResult]) -> list[str]:
 
 def seeds_table(results: Sequence[BenchResult]) -> Rows:
     rows = [["tok/s", *column_names(results)]]
-    answers = [result.warm_answers() for result in results]
+    runs = [result.warm_answers() for result in results]
     for prompt, tokens, _ in SEEDS:
-        speeds = _prompt_speeds(prompt, answers)
+        speeds = _prompt_speeds(prompt, runs)
         rows.append([f"{prompt} {tokens}", *_compare(speeds)])
-    first_s = [min((a.first_token_s for a in run.values()), default=None) for run in answers]
-    rows.append(["first token, s (best)", *(_format_number(value, 2) for value in first_s)])
+    waits_s = ([answer.first_token_s for answer in run.values()] for run in runs)
+    best_s = (_format_number(min(waits, default=None), 2) for waits in waits_s)
+    rows.append(["first token, s (best)", *best_s])
     if any(result.published for result in results):
-        texts = (", ".join(f"{p.tokens_per_s:g}" for p in result.published) for result in results)
-        rows.append(["published, not measured here", *(text or "-" for text in texts)])
+        figures = ([f"{figure.tokens_per_s:g}" for figure in r.published] for r in results)
+        cells = (", ".join(texts) or "-" for texts in figures)
+        rows.append(["published, not measured here", *cells])
     return rows
 
 
-def _prompt_speeds(prompt: str, answers: Sequence[Mapping[str, Answer]]) -> list[float | None]:
-    return [run[prompt].tokens_per_s if prompt in run else None for run in answers]
+def _prompt_speeds(prompt: str, runs: Sequence[Mapping[str, Answer]]) -> list[float | None]:
+    return [run[prompt].tokens_per_s if prompt in run else None for run in runs]
 
 
 def tools_table(results: Sequence[BenchResult]) -> Rows:
-    problems = [{case.name: case.problem for case in result.tools} for result in results]
-    scores = (
-        f"{[*cases.values()].count(None)} of {len(cases)}" if cases else "-" for cases in problems
-    )
-    rows = [["", *column_names(results)], ["correct", *scores]]
-    for name in dict.fromkeys(name for cases in problems for name in cases):
-        cells = [cases.get(name, "-") or "correct" for cases in problems]
-        rows += [[name, *cells]] if set(cells) != {"correct"} else []
+    columns = [{case.name: case.problem for case in result.tools} for result in results]
+    rows = [["", *column_names(results)], ["correct", *map(_score, columns)]]
+    for name in dict.fromkeys(name for problems in columns for name in problems):
+        cells = [problems.get(name, "-") or "correct" for problems in columns]
+        if set(cells) != {"correct"}:
+            rows.append([name, *cells])
     return rows
+
+
+def _score(problems: Mapping[str, str | None]) -> str:
+    correct = sum(problem is None for problem in problems.values())
+    return f"{correct} of {len(problems)}" if problems else "-"
 
 
 def grid_table(results: Sequence[BenchResult]) -> Rows:
     rows = [["tok/s at depth, clients", *column_names(results)]]
-    for case in sorted({cell.case for result in results for cell in result.cells}):
-        speeds = [{c.case: c.decode_tokens_per_s for c in r.cells}.get(case) for r in results]
-        rows.append([f"{case[0]}, {case[1]}", *_compare(speeds)])
+    columns = [{cell.case: cell for cell in result.cells} for result in results]
+    cases = sorted({case for cells in columns for case in cells})
+    for case in cases:
+        speeds = [cells[case].decode_tokens_per_s if case in cells else None for cells in columns]
+        rows.append([", ".join(map(str, case)), *_compare(speeds)])
     # llama-benchy sends the context in an earlier request, so a prefix cache can reuse it.
-    for case in sorted({cell.case for result in results for cell in result.cells}):
-        waits = [{c.case: c.first_response_ms for c in r.cells}.get(case) for r in results]
-        rows.append(
-            [f"{case[0]}, {case[1]}: first token of the next turn, ms", *_compare(waits, 0)]
-        )
+    for case in cases:
+        waits = [cells[case].first_response_ms if case in cells else None for cells in columns]
+        title = f"{', '.join(map(str, case))}: first token of the next turn, ms"
+        rows.append([title, *_compare(waits, 0)])
     return rows
 
 
@@ -157,23 +164,23 @@ def loads_table(results: Sequence[BenchResult]) -> Rows:
 
 def host_table(results: Sequence[BenchResult]) -> Rows:
     rows = [["", *column_names(results)]]
-    minimum = [min((s.available_bytes for s in r.samples), default=None) for r in results]
-    gigabytes = [None if value is None else value / 1e9 for value in minimum]
-    rows.append(
-        ["minimum memory available, GB", *(_format_number(value, 1) for value in gigabytes)]
-    )
+    available_gb = ([s.available_bytes / 1e9 for s in result.samples] for result in results)
+    minimums = (min(values, default=None) for values in available_gb)
+    rows.append(["minimum memory available, GB", *(_format_number(gb, 1) for gb in minimums)])
     for title, field in (
         ("maximum temperature, °C", "temperature_c"),
         ("maximum power, W", "power_w"),
     ):
-        values = ([v for s in r.samples if (v := getattr(s, field)) is not None] for r in results)
-        rows.append([title, *(_format_number(max(column, default=None), 0) for column in values)])
+        columns = ([getattr(sample, field) for sample in result.samples] for result in results)
+        maximums = (max((v for v in column if v is not None), default=None) for column in columns)
+        rows.append([title, *(_format_number(maximum, 0) for maximum in maximums)])
     shares = (result.acceptance_fraction for result in results)
     rows.append(["drafts accepted", *("-" if s is None else f"{s:.0%}" for s in shares)])
     return rows
 
 
 def _compare(values: Sequence[float | None], digits: int = 1) -> list[str]:
+    """Format the values, each with its difference from the first."""
     first, texts = values[0], [_format_number(value, digits) for value in values]
     for index, value in enumerate(values[1:], 1):
         if first and value is not None:
@@ -208,7 +215,8 @@ svg{width:100%;min-width:34rem;height:auto;display:block;color:var(--dim)}
 
 
 def render_page(results: Sequence[BenchResult]) -> str:
-    escape, title = html.escape, html.escape(make_title(results))
+    escape = html.escape
+    title = escape(make_title(results))
     body = [f"<h1>{title}</h1>"]
     body += [f"<p><strong>{escape(text)}</strong></p>" for text in invalid_reasons(results)]
     for result, name in zip(results, column_names(results), strict=True):
@@ -220,11 +228,11 @@ def render_page(results: Sequence[BenchResult]) -> str:
         body += [f"<p>{escape(protocol)}</p>"] if protocol else []
         plots = _plots(heading, results) if has_plots() else ()
         body += [f"<section>{plot}</section>" for plot in plots]
-        head, *cells = (
-            "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in row)
-            for tag, row in zip(["th", *["td"] * len(rows)], rows, strict=False)
-        )
-        table = "".join(f"<tr>{row}</tr>" for row in (head, *cells))
+        table = ""
+        for number, row in enumerate(rows):
+            tag = "td" if number else "th"
+            cells = "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in row)
+            table += f"<tr>{cells}</tr>"
         body.append(f"<section><table>{table}</table></section>")
     lines = "\n".join(body)
     return (
@@ -237,8 +245,8 @@ def render_page(results: Sequence[BenchResult]) -> str:
 def _plots(heading: str, results: Sequence[BenchResult]) -> Iterator[str]:
     names = column_names(results)
     if heading == _SEEDS_TITLE:
-        answers = [result.warm_answers() for result in results]
-        groups = [(prompt, _prompt_speeds(prompt, answers)) for prompt, *_ in SEEDS]
+        runs = [result.warm_answers() for result in results]
+        groups = [(prompt, _prompt_speeds(prompt, runs)) for prompt, *_ in SEEDS]
         yield draw_bars(groups, "tokens per second", names)
     elif heading == _GRID_TITLE:
         for clients in sorted({cell.concurrency for result in results for cell in result.cells}):
@@ -247,7 +255,8 @@ def _plots(heading: str, results: Sequence[BenchResult]) -> Iterator[str]:
                  if cell.concurrency == clients and cell.decode_tokens_per_s is not None]
                 for result in results
             ]  # fmt: skip
-            title = f"tokens per second by depth, {clients} client{'s' if clients > 1 else ''}"
+            plural = "s" if clients > 1 else ""
+            title = f"tokens per second by depth, {clients} client{plural}"
             yield draw_lines(lines, title, names, "o")
     elif heading == _HOST_TITLE and any(result.samples for result in results):
         memory = [[(s.at_s, s.available_bytes / 1e9) for s in result.samples] for result in results]
@@ -273,7 +282,7 @@ def draw_bars(
             label = names[index] if names else None
             bars = axes.bar(positions, heights, width * 0.92, label=label)
             axes.bar_label(
-                bars, fmt=lambda v: f"{v:,.{1 if v < 100 else 0}f}", padding=2, fontsize=8
+                bars, fmt=lambda v: f"{v:,.1f}" if v < 100 else f"{v:,.0f}", padding=2, fontsize=8
             )
         axes.set_xticks(range(len(groups)), [name for name, _ in groups])
 
@@ -310,14 +319,15 @@ def _draw(draw: Callable[[Any], None], title: str) -> str:
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context({**_PLOT_STYLE, "svg.hashsalt": title}):
-        figure, text = Figure(figsize=(7.6, 2.8), layout="constrained"), io.StringIO()
+        figure, output = Figure(figsize=(7.6, 2.8), layout="constrained"), io.StringIO()
         axes = figure.subplots()
         draw(axes)
         axes.set_title(title)
         axes.margins(y=0.12)
         axes.set_ylim(bottom=0)
-        if len(axes.get_legend_handles_labels()[1]) > 1:
+        _, labels = axes.get_legend_handles_labels()
+        if len(labels) > 1:
             figure.legend(loc="outside upper right", ncols=4)
-        figure.savefig(text, format="svg", transparent=True, metadata=_NO_METADATA)
-    svg = text.getvalue()
+        figure.savefig(output, format="svg", transparent=True, metadata=_NO_METADATA)
+    svg = output.getvalue()
     return svg[svg.index("<svg") :].replace(_INK, "currentColor")

@@ -155,11 +155,12 @@ class Served:
     @property
     def invalid_reason(self) -> str:
         """Return why the figures are not valid for a Spark, or ""."""
-        stand_ins = sorted(f"{k} {version}" for k, version in self.versions.items()
+        stand_ins = sorted(f"{name} {version}" for name, version in self.versions.items()
                            if LAB_STUB_SUFFIX in version)  # fmt: skip
-        reason = f"Stand-ins: {', '.join(stand_ins)}. " if stand_ins else ""
-        reason += "Portable mode: every layer is dequantized. " * self.portable
-        return reason and f"{reason}Not valid for a Spark."
+        reasons = [f"Stand-ins: {', '.join(stand_ins)}."] if stand_ins else []
+        if self.portable:
+            reasons.append("Portable mode: every layer is dequantized.")
+        return " ".join([*reasons, "Not valid for a Spark."]) if reasons else ""
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)

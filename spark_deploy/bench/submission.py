@@ -56,6 +56,7 @@ _Dumper.add_representer(
 def write_submission(
     folder: Path, result: BenchResult, release: Release, origin: Origin, raw: dict[str, Any] | None
 ) -> list[Path]:
+    """Write the files and return the folder's files; ``raw`` is llama-benchy's JSON."""
     folder.mkdir(parents=True, exist_ok=True)
     recipe = _dump(make_recipe(release, origin))
     files = {"recipe.yaml": recipe}
@@ -79,12 +80,13 @@ def _dump(document: dict[str, Any]) -> str:
 
 
 def make_recipe(release: Release, origin: Origin) -> dict[str, Any]:
-    built = "; the checkpoint is built from several repositories" * origin.is_built
-    # Write each option with its values on a line.
-    number, lines = 0, dict[int, list[str]]()
+    suffix = "; the checkpoint is built from several repositories" if origin.is_built else ""
+    # Write each option and its values on a separate line.
+    lines = list[list[str]]()
     for word in release.engine.argv[1:]:
-        number += word.startswith("--")
-        lines.setdefault(number, []).append(shlex.quote(word))
+        if word.startswith("--") or not lines:
+            lines.append([])
+        lines[-1].append(shlex.quote(word))
     return {
         "recipe_version": "2",
         "model": origin.repository,
@@ -94,12 +96,10 @@ def make_recipe(release: Release, origin: Origin) -> dict[str, Any]:
         "container": release.image.base,
         "metadata": {
             "description": f"{release.model} with {release.profile}, release {release.name}, "
-            f"deployed by dgx-spark-deploy{built}"
+            f"deployed by dgx-spark-deploy{suffix}"
         },
         "env": dict(release.engine.env),
-        "command": _Text(
-            " \\\n  ".join(["vllm serve {model}", *map(" ".join, lines.values())]) + "\n"
-        ),
+        "command": _Text(" \\\n  ".join(["vllm serve {model}", *map(" ".join, lines)]) + "\n"),
     }
 
 
@@ -140,7 +140,8 @@ def _csv_rows(raw: dict[str, Any]) -> Iterator[dict[str, Any]]:
         suffix = f" @ d{depth}" if depth or is_prefill else ""
         suffix += f" (c{case['concurrency']})" if raw["max_concurrency"] > 1 else ""
         for kind, size in (("pp", case["prompt_size"]), ("tg", case["response_size"])):
-            if not case.get(f"{kind}_throughput") and (kind == "pp" or not case["peak_throughput"]):
+            has_peak = kind == "tg" and case.get("peak_throughput")
+            if not case.get(f"{kind}_throughput") and not has_peak:
                 continue
             test = f"ctx_{kind}" if is_prefill else f"{kind}{size}"
             row = {"model": raw["model"], "test_name": f"{test}{suffix}"}
@@ -154,7 +155,7 @@ def _csv_rows(raw: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def make_performance(
     result: BenchResult, release: Release, origin: Origin, recipe: str
 ) -> dict[str, Any]:
-    """Return figures from `vllm-bench`, which is not NVIDIA's benchmark program."""
+    """Return ``performance.yaml``, with figures that NVIDIA's own program did not measure."""
     versions = result.served.versions
     system = {
         "label": versions.get("product"),

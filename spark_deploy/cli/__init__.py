@@ -55,6 +55,10 @@ _MODULES = {
     **dict.fromkeys(_CHANGES, "changes"), **dict.fromkeys(("top", "logs"), "live"),
     "ask": "connect", "set": "settings", "use": "settings",
 }  # fmt: skip
+_OPTION_THAT_CONNECTS = {
+    "plan": "--on-host", "update": "--counted", "add": "--requantize", "bench": "--ladder",
+}  # fmt: skip
+_OPTION_THAT_STAYS_OFFLINE = {"status": "--planned", "share": "--unasked"}
 # Our command for each name that similar tools use.
 _SIMILAR = {
     "ls": "models", "list": "models", "search": "models", "ps": "status", "run": "up",
@@ -76,13 +80,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _open_streams() -> None:
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        stream = getattr(sys, name)
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        stream, mode = getattr(sys, name), "r" if name == "stdin" else "w"
         if stream is None:
-            # Child processes inherit the file descriptor.
-            os.dup2(os.open(os.devnull, os.O_RDWR), number)
-            setattr(sys, name, os.fdopen(number, "w" if number else "r", encoding="utf-8"))
-        elif number and isinstance(stream, io.TextIOWrapper):
+            # Open the descriptor too, because child processes inherit it.
+            os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
+            setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8"))
+        elif mode == "w" and isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
 
 
@@ -96,7 +100,7 @@ def _print_os_error(error: OSError) -> int:
     if where is None or error.strerror is None:
         raise error
     if not isinstance(error, BrokenPipeError):  # `spark-deploy plan | head`
-        # Imported late, because it imports pyinfra, which needs open streams.
+        # Imported late, because it imports pyinfra, which must not be imported without streams.
         from spark_deploy.config.errors import printable
 
         click.secho(printable(f"{where}: {error.strerror}"), fg="red", err=True)
@@ -162,12 +166,10 @@ def _uses_pyinfra(name: str, arguments: Sequence[str]) -> bool:
     """Return whether a command connects to hosts through pyinfra."""
     if {"-h", "--help"} & {*arguments}:
         return False
-    if name in ("plan", "update"):
-        return "--on-host" in arguments or "--counted" in arguments
-    if name in ("status", "share"):
-        return "--planned" not in arguments and "--unasked" not in arguments
-    if name in ("add", "bench"):
-        return "--requantize" in arguments or "--ladder" in arguments
+    if name in _OPTION_THAT_CONNECTS:
+        return _OPTION_THAT_CONNECTS[name] in arguments
+    if name in _OPTION_THAT_STAYS_OFFLINE:
+        return _OPTION_THAT_STAYS_OFFLINE[name] not in arguments
     return name in ("up", "doctor", "key", *_CHANGES)
 
 
@@ -216,7 +218,7 @@ class _Group(click.Group):
 
 
 def _raise_interrupt_in_main_thread(args: threading.ExceptHookArgs) -> None:
-    """Handle Ctrl-C that arrived in a thread; patched threads share the main thread's signals."""
+    """Pass on a Ctrl-C that reached a patched thread, which shares the main thread's signals."""
     from gevent import get_hub
 
     if args.exc_type is KeyboardInterrupt:

@@ -31,7 +31,7 @@ MAX_SCALE_RATIO = 256
 MAX_MEDIAN_RATIO = 16
 """Limit on a tensor's median divided by the median in all layers, and on the inverse."""
 MAX_LOGIT = 64.0
-"""Limit on the root mean square of the logits for a row of ones, and on its inverse."""
+"""Limit on the root mean square of the logits for inputs of 1 and -1, and on its inverse."""
 _ZERO_GROUP = 1.1e-5  # AutoRound writes 1e-5 for a group of zeros
 _BUILDER_ZERO_GROUP = 1.0
 _FIX = (
@@ -126,7 +126,7 @@ def check_scale_sizes(model: torch.nn.Module) -> None:
 
 
 def measure_scales(scales: torch.Tensor) -> tuple[float, float]:
-    """Return the largest and the median magnitude, without groups of zeros."""
+    """Return the largest and the median magnitude, ignoring groups of zeros."""
     largest, samples = 0.0, []
     values = scales.flatten()
     step = 1 + len(values) // _SAMPLE_NUMBERS
@@ -144,7 +144,7 @@ def is_finite(tensor: torch.Tensor) -> bool:
         return True
     is_fp8 = tensor.dtype == torch.float8_e4m3fn
     if not is_fp8 and tensor.element_size() == 1:
-        return True  # not an FP8 format of hybrid checkpoints
+        return True  # hybrid checkpoints use no other FP8 format
     numbers = tensor.view(torch.uint8) if is_fp8 else tensor
     for chunk in _chunks(numbers):
         finite = (chunk & _FP8_NAN) != _FP8_NAN if is_fp8 else torch.isfinite(chunk)

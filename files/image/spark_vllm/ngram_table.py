@@ -141,7 +141,7 @@ class Table:
     def _read_rows(self, ids: Ids) -> Rows:
         """Return the rows of ids; verify each block before its first use."""
         blocks, offsets = np.divmod(ids, self.header.rows_per_block)
-        blocks += 1
+        blocks += 1  # block 0 is the header
         numbers = np.unique(blocks)
         unverified = numbers[~self._verified[numbers]].tolist()
         if len(numbers) > 1:  # A single read needs no prefetch.
@@ -149,13 +149,14 @@ class Table:
                 self._prefetch(number)
         for number in unverified:
             self._verify_block(number)
-        if os.fstat(self._file).st_size != self.header.file_bytes:  # reading would be fatal
+        # Reading past the end of a truncated file would crash the engine.
+        if os.fstat(self._file).st_size != self.header.file_bytes:
             raise DamagedTableError(self.path, "was truncated")
         rows: Rows = self._rows[blocks, offsets]
         return rows
 
     def request(self, ids: Ids) -> None:
-        """Ask the system to read rows; another thread may call it during a lookup."""
+        """Ask the system to read rows ahead; safe to call from another thread during a lookup."""
         for number in np.unique(ids // self.header.rows_per_block + 1).tolist():
             self._prefetch(number)
 
@@ -178,9 +179,9 @@ class Table:
 
 
 def compute_next_ids(prompt: Ids, start: int, end: int, *hash_parts: Ids) -> Ids:
-    """Return the ids of as many tokens after ``end`` as lie between ``start`` and ``end``.
+    """Return the n-gram ids of the next ``end - start`` prompt tokens, which start at ``end``.
 
-    The engine also starts n-grams anew after an end of text; ids then differ for a few tokens.
+    The engine also restarts n-grams after an end-of-text token, so a few ids differ there.
     """
     multipliers, sizes, offsets = hash_parts
     context = len(multipliers) - 1
@@ -200,7 +201,7 @@ class TableOptions:
 
 
 def read_table_options(additional: Any, directory: str | Path) -> TableOptions | None:
-    """Return directory and cache size for tables in files, or None if tables are tensors."""
+    """Return directory and cache size for tables in files, or None if the tables are tensors."""
     spark = additional.get("spark", {}) if isinstance(additional, Mapping) else {}
     choice, cache_mib = spark.get(OPTION), spark.get(CACHE_OPTION, _CACHE_MIB)
     if choice not in (None, "file"):
@@ -219,6 +220,6 @@ def read_table_options(additional: Any, directory: str | Path) -> TableOptions |
         raise ValueError(
             f"--additional-config: spark.{OPTION}: {choice!r}, "
             f"but the checkpoint {state} ngram-table files; "
-            'fix: use "file" only for checkpoints with ngram-table files'
+            'fix: use "file" for checkpoints with ngram-table files, and only for those'
         )
     return TableOptions(Path(directory), cache_mib << 20) if choice else None

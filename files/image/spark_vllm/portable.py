@@ -52,7 +52,7 @@ class PortableLoader(BaseModelLoader):
             reader.read_weights(lambda name: unused is None or not unused(name))
         )
         _check_all_loaded(model, loaded)
-        # Check before the engine repacks the weights, which on a CPU become hidden inside kernels.
+        # Check now, because on a CPU the engine will repack the weights into opaque kernel data.
         check_finite_tensors(model)
         logger.warning(
             "spark portable mode: dequantized %d tensors to bfloat16 (%s) for %s; "

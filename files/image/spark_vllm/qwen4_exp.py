@@ -102,7 +102,7 @@ class ReadAheadState(Qwen4ExpModelState):
         try:
             for table, parts in self._tables:
                 table.request(compute_next_ids(prompt, start, end, *parts))
-        except Exception as error:  # costs time only: the engine reads the rows later
+        except Exception as error:  # this only costs time: the engine reads the rows later
             logger.warning_once("spark: n-gram rows are not read ahead: %s", error)
 
 
@@ -121,7 +121,7 @@ class SparkQwen4ExpMTP(Qwen4ExpMTP):
 
 
 def clear_padding(model: torch.nn.Module) -> None:
-    """Zero the padding rows of mixers, which checkpoints lack, because finite.py checks them."""
+    """Zero the padding rows of mixers: checkpoints lack them, but finite.py checks them."""
     for module in model.modules():
         if isinstance(module, GatedResidual) and module.pad_size:
             module.input_mix_weight_down_block_inject.weight.data[-module.pad_size :].zero_()
@@ -129,7 +129,7 @@ def clear_padding(model: torch.nn.Module) -> None:
 
 @contextmanager
 def tables_in_files(vllm_config: VllmConfig) -> Iterator[None]:
-    """Build models with tables in files if the options select files."""
+    """Make models that are built in this context read tables from files if the options say so."""
     options = read_table_options(vllm_config.additional_config, vllm_config.model_config.model)
     if options is None:
         yield
@@ -228,7 +228,7 @@ class FileEmbedding(Qwen4ExpPLEEmbedding):
         return dequantize_rows(embeddings, self.table.header, self._e2m1, output_dtype)
 
     def _host_function(self, count: int) -> Callable[..., None]:
-        """Return a function that reads rows of ``count`` tokens; CUDA graphs keep its address."""
+        """Return the function that reads ``count`` tokens' rows; CUDA graphs keep its address."""
         if count not in self._functions:
             ids = self._ids[:count].flatten().numpy()
             rows = self._rows[:count].flatten(0, 1).numpy()
@@ -255,7 +255,7 @@ def launch_host_function(stream: torch.cuda.Stream, function: Callable[..., None
 def dequantize_rows(
     rows: torch.Tensor, header: Header, e2m1: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the numbers of adjacent rows, computed like the engine's own formats."""
+    """Return the numbers in adjacent rows, rounded as the engine does for its own formats."""
     rows = rows.unflatten(-1, (-1, header.row_bytes))
     if header.number_format == "e4m3":
         scale = torch.tensor(header.scale, dtype=dtype, device="cpu").item()

@@ -89,7 +89,7 @@ class SparkIncConfig(INCConfig):
         self.fp8_modules = hf_to_vllm_mapper.apply_list(self.fp8_modules)
 
     def get_checkpoint_weight_mapper(self) -> WeightsMapper:
-        """Add the overlay's rename rules to INC's, except for the portable loader's plain names."""
+        """Add the overlay's rename rules, except in portable mode, whose loader renames tensors."""
         mapper = super().get_checkpoint_weight_mapper()
         if self.portable:
             return mapper
@@ -102,7 +102,7 @@ class SparkIncConfig(INCConfig):
         if isinstance(layer, LinearBase) and names.are_all_shards_listed(
             prefix, self.fp8_modules, self.packed_modules_mapping
         ):
-            # Not a subclass: vLLM selects the weight loader by class name.
+            # Not a subclass, because vLLM selects the weight loader by class name.
             return Fp8LinearMethod(
                 Fp8Config(
                     is_checkpoint_fp8_serialized=True,

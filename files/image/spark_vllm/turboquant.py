@@ -100,7 +100,7 @@ class SparkTurboQuantImpl(TurboQuantAttentionImpl):
         **kwargs: Any,
     ) -> torch.Tensor:
         if not has_only_fresh_prompts(attn_metadata):
-            # The engine tests max_query_len == max_seq_len; a larger value selects the row loop.
+            # If max_query_len equals max_seq_len, the engine ignores the caches of all rows.
             longest = max(attn_metadata.max_seq_len, attn_metadata.max_query_len) + 1
             attn_metadata = replace(attn_metadata, max_seq_len=longest)
         return super()._prefill_attention(
@@ -109,7 +109,7 @@ class SparkTurboQuantImpl(TurboQuantAttentionImpl):
 
 
 def expand_to_tokens(metadata: TurboQuantMetadata, tokens: int) -> TurboQuantMetadata:
-    """Return metadata with a row per token: sequence length and blocks of the request.
+    """Return metadata with a row per token: the token's length and its request's blocks.
 
     The metadata is computed on the device with fixed shapes, so it is safe in a CUDA graph and
     independent of CPU lengths.
@@ -127,7 +127,7 @@ def expand_to_tokens(metadata: TurboQuantMetadata, tokens: int) -> TurboQuantMet
 
 
 def has_only_fresh_prompts(metadata: TurboQuantMetadata) -> bool:
-    """Return whether CPU lengths show that no row has a cached prefix; False if there are none."""
+    """Return whether CPU lengths show that no row has a cached prefix; False without lengths."""
     if metadata.seq_lens_cpu is None or metadata.query_start_loc_cpu is None:
         return False
     lengths = metadata.query_start_loc_cpu[1:] - metadata.query_start_loc_cpu[:-1]

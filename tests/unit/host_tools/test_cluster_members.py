@@ -214,9 +214,9 @@ def test_engine_stops_if_a_cluster_member_leaves(tmp_path, stop, address, lost, 
     watch.begin(stop)
     if not at_first:
         time.sleep(0.3)
-        assert watch.lost is None
+        assert watch.problem is None
         pair.joined(False)
-    wait_until(lambda: watch.lost == lost, "the loss is noticed")
+    wait_until(lambda: watch.problem == lost, "the loss is noticed")
 
 
 def test_restarted_watcher_waits_for_members_again(tmp_path, stop):
@@ -225,7 +225,7 @@ def test_restarted_watcher_waits_for_members_again(tmp_path, stop):
     watch.reset()
     watch.begin(stop)
     time.sleep(0.4)
-    assert watch.lost is None
+    assert watch.problem is None
 
 
 def test_engine_stops_if_a_cluster_member_does_not_respond(tmp_path, stop, monkeypatch):
@@ -236,10 +236,10 @@ def test_engine_stops_if_a_cluster_member_does_not_respond(tmp_path, stop, monke
     watch = ClusterWatch(pair.release, pair.joined())
     watch.begin(stop)
     time.sleep(0.5)
-    assert watch.lost is None
+    assert watch.problem is None
     connects = False
-    wait_until(lambda: watch.lost, "the silence is noticed")
-    assert str(watch.lost).startswith("spark-2 has not responded on the fabric for")
+    wait_until(lambda: watch.problem, "the silence is noticed")
+    assert str(watch.problem).startswith("spark-2 has not responded on the fabric for")
 
 
 def test_engine_stops_if_the_fabric_address_is_lost(tmp_path, stop):
@@ -248,8 +248,8 @@ def test_engine_stops_if_the_fabric_address_is_lost(tmp_path, stop):
     watch.begin(stop)
     time.sleep(0.2)
     write_tables(tmp_path, "192.168.1.9")
-    wait_until(lambda: watch.lost, "the missing address is noticed")
-    assert "but has 0" in str(watch.lost)
+    wait_until(lambda: watch.problem, "the missing address is noticed")
+    assert "but has 0" in str(watch.problem)
 
 
 def test_member_that_refuses_connections_counts_as_responding(tmp_path):

@@ -222,7 +222,7 @@ def test_start_limit_is_reset_only_after_a_lost_cluster_member(
     low = reason if not resets else None
     monkeypatch.setattr(watchdog.MemoryFloor, "check", lambda *_: low)
     monkeypatch.setattr(
-        watchdog.ClusterWatch, "__init__", lambda self, *_: setattr(self, "lost", reason)
+        watchdog.ClusterWatch, "__init__", lambda self, *_: setattr(self, "problem", reason)
     )
     monkeypatch.setattr(watchdog.ClusterWatch, "begin", lambda *_: None)
     run_watchdog(host, monkeypatch)

@@ -50,12 +50,12 @@ def test_image_check_reports_compiled_kernels():
 def test_kernel_check_rejects_oversized_tile_and_reports_register_spills(monkeypatch):
     monkeypatch.setattr(kernels, "read_table", lambda: {"12.1": (LARGE,)})
     [problem], _ = kernels.compile_kernels()
-    assert "head to any rows" in problem
+    assert "head (row limit: none)" in problem
     assert "a Spark has 101376" in problem
     monkeypatch.setattr(kernels, "read_table", lambda: {"12.1": (SPILLING,)})
     problems, notes = kernels.compile_kernels()
     assert problems == []
-    assert "register spills: head to any rows" in notes[-1]
+    assert "register spills: head (row limit: none)" in notes[-1]
 
 
 def test_old_assembler_fails_the_build_but_unknown_triton_does_not(monkeypatch):

@@ -35,7 +35,7 @@ def read() -> Reading | None:
 
 
 def parse(text: str) -> Reading | None:
-    values = (text.splitlines() or [""])[0].split(",")
+    values = text.partition("\n")[0].split(",")  # of the first GPU
     if len(values) != len(_FIELDS):
         return None
     return Reading(*(_parse_number(value) for value in values))
@@ -52,13 +52,13 @@ def _parse_number(text: str) -> float | None:
 class GpuAlarms:
     plan: Watch
     hot: bool = False
-    weak_samples: int = 0
-    weak: bool = False
+    low_power_samples: int = 0
+    low_power: bool = False
 
     def events(self, reading: Reading | None) -> list[tuple[str, str]]:
-        return (
-            [] if reading is None else [*self._heat_events(reading), *self._power_events(reading)]
-        )
+        if reading is None:
+            return []
+        return [*self._heat_events(reading), *self._power_events(reading)]
 
     def _heat_events(self, reading: Reading) -> list[tuple[str, str]]:
         limit, celsius = self.plan.hot_celsius, reading.celsius
@@ -78,21 +78,22 @@ class GpuAlarms:
         return []
 
     def _power_events(self, reading: Reading) -> list[tuple[str, str]]:
-        clock, power, busy = reading.clock_mhz, reading.power_w, reading.busy_percent
-        if clock is None or power is None or busy is None:
+        clock, power, percent = reading.clock_mhz, reading.power_w, reading.busy_percent
+        if clock is None or power is None or percent is None:
             return []
-        weak = busy >= _BUSY_PERCENT and clock < _SLOW_MHZ and power < _WEAK_W
-        self.weak_samples = self.weak_samples + 1 if weak else 0
-        if weak and not self.weak and self.weak_samples >= _SAMPLES:
-            self.weak = True
+        is_busy = percent >= _BUSY_PERCENT
+        is_weak = is_busy and clock < _SLOW_MHZ and power < _WEAK_W
+        self.low_power_samples = self.low_power_samples + 1 if is_weak else 0
+        if not self.low_power and self.low_power_samples >= _SAMPLES:
+            self.low_power = True
             text = (
-                f"the GPU is {busy:.0f} % busy at only {clock:.0f} MHz and {power:.0f} W, "
+                f"the GPU is {percent:.0f} % busy at only {clock:.0f} MHz and {power:.0f} W, "
                 "because the power supply is stuck in a low-power state; "
                 "shut down, unplug the Spark for a minute, and start it again"
             )
             return [(release.POWER, text)]
-        if self.weak and not weak and busy >= _BUSY_PERCENT:
-            self.weak = False
+        if self.low_power and is_busy and not is_weak:
+            self.low_power = False
             text = f"GPU clock and power are back to normal: {clock:.0f} MHz, {power:.0f} W"
             return [(release.POWER, text)]
         return []

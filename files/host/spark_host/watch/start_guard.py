@@ -40,7 +40,7 @@ class StartGuard:
         self.kill_reason: str | None = None
         """Why the engine was killed; ``None`` while there is enough memory."""
         blocks = read_free_blocks()
-        # Memory was compacted just before, but is still fragmented.
+        # The caller has just compacted memory; remember whether it is still fragmented.
         self._fragmented = blocks if blocks is not None and blocks.is_fragmented else None
 
     def __enter__(self) -> "StartGuard":
@@ -51,38 +51,39 @@ class StartGuard:
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        if self.kill_reason is not None:  # the process may exit after this block
+        if self.kill_reason is not None:  # the process may exit before the event is written
             self._event_written.wait(_EVENT_WAIT_S)
 
     @property
     def start_memory(self) -> StartMemory | None:
-        """The lowest available memory and when; ``None`` before the first sample."""
+        """The lowest available memory and its time; ``None`` before the first sample."""
         lowest = self._floor.lowest_bytes
         if lowest is None:
             return None
         return StartMemory(lowest, round(self._lowest_after_s, 1), self._floor.bytes)
 
     def read_driver_failures(self, *, ready: bool) -> tuple[str, bool]:
-        """Return failed allocations of the GPU driver, and whether they fail the start.
+        """Describe the GPU driver's memory problems, and return whether the start has failed.
 
-        A start fails if two of these apply: log lines, fragmented memory, no ready engine.
+        It has failed if at least two of these apply: the kernel log contains failed allocations,
+        memory was fragmented, the engine is not ready.
         """
-        lines = logs.count_kernel_faults(time.monotonic() - self._began)[logs.NO_MEMORY]
-        texts = []
-        if lines:
-            texts.append(
-                f"the GPU driver failed to allocate memory {lines} times during startup "
+        failures = logs.count_kernel_faults(time.monotonic() - self._began)[logs.NO_MEMORY]
+        problems = []
+        if failures:
+            problems.append(
+                f"the GPU driver failed to allocate memory {failures} times during startup "
                 "(NV_ERR_NO_MEMORY in the kernel log)"
             )
         if self._fragmented is not None:
-            texts.append(f"memory was fragmented at startup: {self._fragmented}")
-        return "; ".join(texts), bool(texts) and (not ready or len(texts) == 2)
+            problems.append(f"memory was fragmented at startup: {self._fragmented}")
+        return "; ".join(problems), len(problems) + (not ready) >= 2
 
     def _sample(self) -> None:
         while not self._stop.is_set():
-            before = self._floor.lowest_bytes
+            previous_lowest = self._floor.lowest_bytes
             reason = self._floor.check(available_bytes())
-            if self._floor.lowest_bytes != before:
+            if self._floor.lowest_bytes != previous_lowest:
                 self._lowest_after_s = time.monotonic() - self._began
             self._sampled.set()
             if reason is not None:
@@ -93,15 +94,16 @@ class StartGuard:
     def _keep_blocks_free(self) -> None:
         rest_s = _DEFRAGMENT_REST_S
         while not self._stop.wait(_BLOCKS_INTERVAL_S):
-            if not self._is_low():
+            if not self._lacks_free_blocks():
                 continue
             if problem := defragment():
                 record_event(self._release, FRAGMENTED, problem, self._paths)
                 return
-            rest_s = min(2 * rest_s, _LONGEST_REST_S) if self._is_low() else _DEFRAGMENT_REST_S
+            helped = not self._lacks_free_blocks()
+            rest_s = _DEFRAGMENT_REST_S if helped else min(2 * rest_s, _LONGEST_REST_S)
             self._stop.wait(rest_s - _BLOCKS_INTERVAL_S)
 
-    def _is_low(self) -> bool:
+    def _lacks_free_blocks(self) -> bool:
         blocks = read_free_blocks()
         return blocks is not None and blocks.is_low(self._release.memory.needed_bytes)
 
@@ -111,11 +113,11 @@ class StartGuard:
             self._stop.wait(_SAMPLE_INTERVAL_S)
 
     def _kill(self, reason: str) -> None:
-        stopped = f"{reason}; the engine was killed during startup"
-        # Set before the kill, because the check ends with the engine and reads the reason.
-        self.kill_reason = f"{stopped}; fix: {_FIX}"
+        event = f"{reason}; the engine was killed during startup"
+        # Set the reason first: the check reads it as soon as the engine has exited.
+        self.kill_reason = f"{event}; fix: {_FIX}"
         # Kill before writing the event, which could block while memory is short.
         problem = container.kill_container(self._release.container, self._pidfd)
-        record_event(self._release, STARVING, stopped, self._paths)
+        record_event(self._release, STARVING, event, self._paths)
         self._event_written.set()
         watchdog.ensure_unit_stops(problem, self._release, self._paths)

@@ -47,7 +47,7 @@ class StallDetector:
     def add_timeout(self, now_s: float) -> str | None:
         """Record that the engine did not respond in time; return a message if it has stalled.
 
-        vLLM sends tokens and metrics from the same process.
+        vLLM serves tokens and metrics from one process, so without metrics it sends no tokens.
         """
         if self.silent_since_s is None:
             self.silent_since_s = now_s
@@ -61,18 +61,18 @@ class StallDetector:
         self.silent_since_s, self.silent_samples = None, 0
 
     def add_metrics(self, metrics: Metrics | None, now_s: float) -> str | None:
-        """Return a message if requests are running, but tokens and cache usage do not change."""
+        """Return a message if requests are running, but tokens and cache usage stay the same."""
         if metrics is None:  # the engine has exited or is broken; systemd handles both
             return None
         progress = metrics.progress
         if metrics.running <= 0 or progress != self.last_progress or self.moved_at_s is None:
             self.last_progress, self.moved_at_s = progress, now_s
             return None
-        flat_s = now_s - self.moved_at_s
-        if flat_s < self.plan.stall_s:
+        idle_s = now_s - self.moved_at_s
+        if idle_s < self.plan.stall_s:
             return None
         running = f"{metrics.running:.0f} requests are running"
-        return f"{running}, but no token has been processed or generated for {flat_s:.0f} s"
+        return f"{running}, but no token has been processed or generated for {idle_s:.0f} s"
 
 
 class ClusterWatch:
@@ -84,12 +84,12 @@ class ClusterWatch:
 
     def __init__(self, release: Release, paths: Paths):
         self._release, self._paths = release, paths
-        # systemd starts the watchdog after all members have joined.
+        # systemd starts the watchdog only after all members have joined.
         self._complete = True
-        self._silent: dict[str, list[float]] = {}
+        self._missed_at_s: dict[str, list[float]] = {}
         self._reached: set[str] = set()
         self._listener: socket.socket | None = None
-        self.lost: str | None = None
+        self.problem: str | None = None
         """Why the engine cannot continue; ``None`` while all members are connected."""
 
     def begin(self, stop: threading.Event) -> None:
@@ -97,16 +97,16 @@ class ClusterWatch:
             threading.Thread(target=self._watch, args=(stop,), daemon=True).start()
 
     def reset(self) -> None:
-        self._complete, self.lost = False, None
-        self._silent.clear()
+        self._complete, self.problem = False, None
+        self._missed_at_s.clear()
 
     def _watch(self, stop: threading.Event) -> None:
         while not stop.is_set():
             try:
                 self._update_listener()
-                self.lost = self.lost or self._find_departed() or self._find_unresponsive()
+                self.problem = self.problem or self._find_departed() or self._find_unresponsive()
             except HostToolError as error:  # without a cable, this host has no fabric address
-                self.lost = str(error)
+                self.problem = str(error)
             stop.wait(min(self._release.watch.interval_s, _SILENCE_LIMIT_S / _SILENT_SAMPLES))
 
     def _find_departed(self) -> str | None:
@@ -124,17 +124,17 @@ class ClusterWatch:
                 continue
             if cluster.responds(member, config, refusal_counts=True):
                 self._reached.add(member.host)
-                self._silent.pop(member.host, None)
+                self._missed_at_s.pop(member.host, None)
             elif member.host in self._reached:
-                samples = self._silent.setdefault(member.host, [])
-                samples.append(now)
-                silent_s = now - samples[0]
-                if len(samples) >= _SILENT_SAMPLES and silent_s >= _SILENCE_LIMIT_S:
+                missed_at_s = self._missed_at_s.setdefault(member.host, [])
+                missed_at_s.append(now)
+                silent_s = now - missed_at_s[0]
+                if len(missed_at_s) >= _SILENT_SAMPLES and silent_s >= _SILENCE_LIMIT_S:
                     return f"{member.host} has not responded on the fabric for {silent_s:.0f} s"
         return None
 
     def _update_listener(self) -> None:
-        """Listen while this release is proven on this host; other members try to connect."""
+        """Listen while this release is proven on this host, so that other members can connect."""
         proven = boot.opens_at_start(self._release, Host(self._paths))
         local, config = cluster.local_member(self._release, self._paths), self._release.cluster
         if proven and local and config and self._listener is None:
@@ -145,7 +145,7 @@ class ClusterWatch:
         elif not proven and self._listener is not None:
             self._listener.close()
             self._listener = None
-        while self._listener is not None:
+        while self._listener is not None:  # accept and close all waiting connections
             try:
                 self._listener.accept()[0].close()
             except OSError:
@@ -169,10 +169,10 @@ def run(name: str, paths: Paths) -> int:
             if reason is not None:
                 kill_engine(release, STARVING, reason, pidfd, paths)
                 floor.low_samples = 0
-            if members.lost is not None:
+            if members.problem is not None:
                 # A lost member must not use up the start limit.
                 systemd.reset_failed(release.serve_unit, _METRICS_TIMEOUT_S)
-                kill_engine(release, "member", members.lost, pidfd, paths)
+                kill_engine(release, "member", members.problem, pidfd, paths)
                 members.reset()
             reason = None if is_worker else _find_stall(engine, detector)
             if reason is not None:
@@ -201,18 +201,18 @@ class Fragmentation:
         self._fragmented_at_s: float | None = None
 
     def is_new(self, blocks: FreeBlocks, now_s: float) -> bool:
-        before_s = self._fragmented_at_s
+        last_s = self._fragmented_at_s
         if blocks.is_fragmented:
             self._fragmented_at_s = now_s
-            return before_s is None or now_s - before_s >= _UNFRAGMENTED_S
+            return last_s is None or now_s - last_s >= _UNFRAGMENTED_S
         if blocks.is_recovered:
             self._fragmented_at_s = None
         return False
 
 
 def _watch_sensors(release: Release, paths: Paths, stop: threading.Event) -> None:
-    alarms, sampled_s, last = sensors.GpuAlarms(release.watch), float("-inf"), None
-    fragmentation = Fragmentation()
+    alarms, fragmentation = sensors.GpuAlarms(release.watch), Fragmentation()
+    sampled_s, last_message = float("-inf"), None
     while not stop.is_set():
         if time.monotonic() - sampled_s >= _SENSORS_INTERVAL_S:
             sampled_s = time.monotonic()
@@ -224,25 +224,25 @@ def _watch_sensors(release: Release, paths: Paths, stop: threading.Event) -> Non
             if blocks is not None and fragmentation.is_new(blocks, sampled_s):
                 text = f"memory is fragmented: {blocks}; reboot the host before the next start"
                 record_event(release, FRAGMENTED, text, paths)
-        last = _update_gateway(release, paths, last)
+        last_message = _update_gateway(release, paths, last_message)
         stop.wait(release.watch.interval_s)
 
 
-def _update_gateway(release: Release, paths: Paths, last: str | None) -> str | None:
-    """Reload the gateway if an address changed; return the event's text."""
+def _update_gateway(release: Release, paths: Paths, last_message: str | None) -> str | None:
+    """Reload the gateway if an address changed; record a message that differs from the last."""
     try:
         message = gateway.apply_address_change(release.service, paths)
     except (HostToolError, OSError, subprocess.SubprocessError) as error:
         # The gateway has exited or hangs.
         message = str(error)
-    if message is not None and message != last:
+    if message is not None and message != last_message:
         record_event(release, "gateway", message, paths)
     return message
 
 
 def kill_engine(release: Release, kind: str, reason: str, pidfd: int | None, paths: Paths) -> None:
     text = f"{reason}; killing the engine"
-    # In a thread, because a slow disk must not delay the kill.
+    # Write the event in a thread, because a slow disk must not delay the kill.
     writer = threading.Thread(target=record_event, args=(release, kind, text, paths), daemon=True)
     writer.start()
     writer.join(_EVENT_WAIT_S)
@@ -251,9 +251,10 @@ def kill_engine(release: Release, kind: str, reason: str, pidfd: int | None, pat
 
 
 def ensure_unit_stops(problem: str, release: Release, paths: Paths) -> None:
-    """Kill the unit at once if there is a ``problem``, or if it does not stop with its engine.
+    """Kill the unit if it is still active after its engine was killed.
 
-    If the unit stops, systemd also ends this process.
+    If there was a ``problem`` with killing the engine, kill the unit at once. A unit that stops
+    by itself also ends this process.
     """
     if not problem:
         time.sleep(_UNIT_STOP_TIMEOUT_S)

@@ -87,7 +87,7 @@ def check_installed(rows: list[Row]) -> list[str]:
 
 
 def _check_import(row: Row) -> str | None:
-    """Import the symbol of a row; the source may contain symbols that cannot be imported."""
+    """Import the row's symbol, because a symbol that is in the source may fail to import."""
     try:
         resolve(row.symbol)
     except AttributeError as error:
@@ -108,7 +108,7 @@ def resolve(symbol: str) -> Any:
 
 
 def _is_field(symbol: str) -> bool:
-    """Return whether ``symbol`` is a dataclass field, which is no attribute without a default."""
+    """Return whether ``symbol`` is a dataclass field, which may lack a class attribute."""
     owner, _, name = symbol.rpartition(".")
     return name in getattr(resolve(owner), "__dataclass_fields__", {})
 
@@ -119,7 +119,7 @@ def _check_entry_point() -> list[str]:
         return [f"entry point: {GROUP} has no {ENTRY_POINT}; the package is not installed"]
     register: Callable[[], None] = next(iter(points)).load()
     register()
-    register()
+    register()  # a second call must not fail
     return []
 
 
@@ -147,7 +147,7 @@ def _check_registration() -> list[str]:
 
 
 def sample_config() -> dict[str, Any]:
-    """Return a ``quantization_config`` with the 144 modules of the 122B model."""
+    """Return a ``quantization_config`` with the 144 FP8 modules of the 122B model."""
     modules = [
         f"{names.TEXT_LAYERS}{layer}.mlp.shared_expert.{part}_proj"
         for layer in range(SAMPLE_LAYERS)
@@ -214,7 +214,7 @@ def _check_mapper(config: Any, model: Any) -> list[str]:
         "lm_head.weight": [],
     }
     return [
-        f"name mapping does not round-trip: {name} maps to {mapped}, expected {loaded}"
+        f"name mapping: {name} maps to {mapped}, expected {loaded}"
         for name, loaded in expected.items()
         if (mapped := mapper.apply_list([name])) != loaded
     ]

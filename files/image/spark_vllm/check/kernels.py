@@ -52,12 +52,12 @@ def compile_kernels() -> tuple[list[str], list[str]]:
 
 def compile_all() -> Iterator[tuple[str, Usage]]:
     for tile in read_table()["12.1"]:
-        yield f"head to {tile.max_batch or 'any'} rows", compile_head(tile)
+        yield f"head (row limit: {tile.max_batch or 'none'})", compile_head(tile)
     yield "splitting of activations", compile_splitting()
 
 
 def compile_head(tile: Tile, shape: str = "aligned") -> Usage:
-    """Compile the logits kernel for sizes that are multiples of 16, or ``odd``."""
+    """Compile the logits kernel for sizes that are multiples of 16 (``aligned``) or are ``odd``."""
     from spark_vllm.head import kernel
 
     x = "*i8" if tile.split else "*bf16"
@@ -97,7 +97,7 @@ def _compile(
     shape: str,
     options: dict[str, int],
 ) -> Usage:
-    """Compile a kernel as at run time, with aligned pointers."""
+    """Compile a kernel for a Spark, with aligned pointers as at run time."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

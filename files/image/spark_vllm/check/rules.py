@@ -51,12 +51,13 @@ class Sources:
             bindings = [node for node in _statements(body) if name in bound_names(node)]
             if not bindings:
                 raise MissingError(f"{module} has no {qualname}")
-            node = bindings[-1]  # the last definition is valid
+            node = bindings[-1]  # a later definition replaces earlier ones
             body = node.body if isinstance(node, ast.ClassDef) else []
         return node
 
 
 def _statements(body: list[ast.stmt]) -> list[ast.stmt]:
+    """Return the statements of ``body``, including those inside ``if`` and ``try``."""
     result: list[ast.stmt] = []
     for node in body:
         if isinstance(node, ast.If):
@@ -243,7 +244,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_rows(path: Path) -> tuple[Row, ...]:
-    """Read a table of requirements; name the row in errors."""
+    """Read a table of requirements; an error names the row that is wrong."""
     where = str(path)
     try:
         match yaml.load(path.read_text(), _Loader):
@@ -257,7 +258,7 @@ def read_rows(path: Path) -> tuple[Row, ...]:
                         where = f"{path}: {file}: row {number}: {entry}"
                         rows.append(_parse_row(entry, file, names))
                 return tuple(rows)
-        raise ValueError("expected the key names, and the key rows for each file")
+        raise ValueError("expected the keys names and rows, with a list of rows for each file")
     except (yaml.YAMLError, TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error}; fix: use the format of the other rows") from error
 

@@ -34,7 +34,7 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 def find_missing_modules(tensors: Iterable[str], layers: int, experts: int) -> Iterator[str]:
-    """Yield missing modules, or the layer prefix for a layer without any tensor."""
+    """Yield the missing modules; for a layer without any tensor, yield the layer's prefix."""
     outside, by_layer = _group_modules(tensors)
     if not by_layer:  # the checkpoint uses another naming scheme
         return
@@ -92,7 +92,7 @@ def _attention_kinds(modules: set[str]) -> frozenset[str]:
 
 
 def _expected_experts(modules: set[str], experts: int) -> set[str]:
-    """Return the experts of a layer, or none if a single tensor stores all experts."""
+    """Return the modules of a layer's experts, or none if one tensor stores all experts."""
     if not any(name.startswith("mlp.experts.0.") for name in modules):
         return set()
     return {f"mlp.experts.{n}.{part}" for n in range(experts) for part in PROJECTIONS}
@@ -178,6 +178,7 @@ def _check_unlisted(headers: Headers, settings: Settings) -> Iterator[str]:
     for name, tensor in headers.unlisted.items():
         if name in headers.index:
             yield f"{tensor.file}: duplicate {name}, which the index lists in {headers.index[name]}"
+        # An overlay's files may contain tensors that its rules drop.
         elif names.rename(name, settings.rules) is not None or not settings.overlay:
             yield f"{tensor.file}: {name} is not in {INDEX}"
 
@@ -205,7 +206,7 @@ def _check_fp8(headers: Headers, settings: Settings, module: str) -> Iterator[st
 
 
 def _check_packed(headers: Headers, settings: Settings) -> Iterator[str]:
-    """Check INT4 and INT8 modules, and whether INC quantizes these modules."""
+    """Check INT4 and INT8 modules, and that INC treats each of them as quantized."""
     for name in headers.tensors:
         module, _, part = name.rpartition(".")
         suffix = names.HEAD_SUFFIX if settings.overlay and module == names.HEAD else ""
@@ -278,7 +279,7 @@ def _check_head(headers: Headers, settings: Settings) -> Iterator[str]:
 def _check_mtp(
     headers: Headers, settings: Settings, mtp_layers: int, experts: int
 ) -> Iterator[str]:
-    """Check that each drafter tensor is 16-bit or packed as in config.json."""
+    """Check that each drafter module is 16-bit or packed, as config.json requires."""
     has_streams = any(name.startswith(f"mtp.{MIXER}.") for name in headers.index)
     for module in list_mtp_modules(mtp_layers, experts, has_streams):
         packed = f"{module}.qweight" in headers.tensors
@@ -295,7 +296,7 @@ def _is_linear(module: str) -> bool:
 
 @lru_cache(maxsize=4)
 def list_mtp_modules(mtp_layers: int, experts: int, has_streams: bool) -> tuple[str, ...]:
-    """Return the drafter's modules: ``17 + 3 * experts`` per layer, 29 instead with streams."""
+    """Return the drafter's modules: ``17 + 3 * experts`` for one layer, with streams 12 more."""
     modules = list(MTP_STREAMS if has_streams else MTP_PLAIN)
     for layer in range(mtp_layers):
         inner: Iterable[str] = (

@@ -115,7 +115,7 @@ def find_scale_problems(directory: Path, headers: Headers, settings: Settings) -
             yield (
                 f"{module.scale.file}: {module.name}: "
                 f"{len(invalid)} of {len(module.values)} scales "
-                f"are not positive, such as {invalid[0]:g}"
+                f"are not positive and finite, such as {invalid[0]:g}"
             )
         else:
             modules_by_kind[re.sub(r"\.\d+\.", ".N.", module.name)].append(module)
@@ -139,7 +139,8 @@ def _find_outliers(
 ) -> Iterator[str]:
     values = [value for module in modules for value in module.values]
     if max(values) <= MAX_SCALE_RATIO * min(values):
-        return  # Without outliers, skip reading the weights, which takes a second.
+        return  # Without outliers, do not read the weights, which would take a second.
+    # Ignore blocks of zeros, because their scales are arbitrary.
     used = [
         (module, value)
         for module in modules
@@ -167,7 +168,7 @@ def _read_floats(directory: Path, tensor: Tensor) -> list[float]:
 
 
 def _flag_used_blocks(directory: Path, weight: Tensor, block: tuple[int, int]) -> Iterator[bool]:
-    """Yield for each block whether it contains a value other than zero."""
+    """Yield, for each block, whether it contains a value other than zero."""
     rows, columns = weight.shape
     for first in range(0, rows, block[0]):
         count = min(block[0], rows - first)

@@ -27,7 +27,7 @@ FUSED = {
 
 
 def fused_shards(module: str, packed: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the checkpoint modules of an engine module: shards if fused, otherwise itself."""
+    """Return the shards of a fused engine module, or the module itself if it is not fused."""
     parent, _, last = module.rpartition(".")
     if last not in packed:
         return [module]
@@ -57,6 +57,7 @@ def are_all_shards_listed(
 
 
 def fused_modules(modules: Collection[str]) -> set[str]:
+    """Return the engine's names of the modules; raise ValueError if a shard is missing."""
     fused_names = {shard: fused for fused, shards in FUSED.items() for shard in shards}
     result = set()
     for module in modules:
@@ -73,8 +74,8 @@ def overlay_rules(
     r"""Return the ordered rename rules from overlay names to plain names.
 
     A rule is (pattern, replacement); ``None`` drops the tensor. The 16-bit weight is dropped
-    *before* the FP8 weight takes that name. Patterns match the full checkpoint name: vLLM applies
-    the rules again to shorter names in nested loaders, which must not drop renamed tensors.
+    *before* the FP8 weight takes that name. Patterns match only full checkpoint names, because vLLM
+    applies the rules again to shorter names in nested loaders, where renamed tensors must survive.
     """
     rules: list[tuple[re.Pattern[str], str | None]] = []
     if fp8_modules:
@@ -100,7 +101,7 @@ def rename(name: str, rules: Iterable[tuple[re.Pattern[str], str | None]]) -> st
 
 
 def _modules_pattern(modules: Sequence[str]) -> str:
-    """Return a short regular expression for ``modules``, because it runs on 113,000 names."""
+    """Return a regular expression for ``modules``, kept short because it runs on 113,000 names."""
     inners_by_layer: dict[str, list[str]] = {}
     for module in modules:
         layer, _, inner = module.removeprefix(TEXT_LAYERS).partition(".")

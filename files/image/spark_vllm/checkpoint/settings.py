@@ -73,7 +73,7 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
 
 
 def _check_extra(extra: Mapping[str, Any], group_size: int) -> None:
-    """Reject modules that differ from the global format in more than the bits."""
+    """Reject modules whose format differs from the global one in more than the bit width."""
     packed = {"group_size": group_size, "sym": True, "data_type": "int"}
     for name, entry in extra.items():
         module = entry if isinstance(entry, Mapping) else {"bits": entry}

@@ -34,7 +34,7 @@ def list_head_batches(max_sequences: int, drafts: int) -> tuple[int, ...]:
 
 
 def frequent_token_ids(tokenizer: Path, count: int, vocabulary: int) -> list[int]:
-    """Return the ``count`` token ids that drafts are chosen from, sorted.
+    """Return the sorted ids of the ``count`` tokens that drafts are chosen from.
 
     Ids of a BPE vocabulary are in the order of its merges, so low ids are frequent. Added tokens,
     such as the end of a turn, have the highest ids and are included.
@@ -47,7 +47,7 @@ def frequent_token_ids(tokenizer: Path, count: int, vocabulary: int) -> list[int
 
 
 def read_token_ids(path: Path, count: int, vocabulary: int) -> list[int]:
-    """Return the token ids of a JSON file; raise ValueError unless they are ``count`` rows."""
+    """Return the token ids in a JSON file; raise ValueError unless ``count`` ids are valid."""
     try:
         ids = json.loads(path.read_text("utf-8"))
         if not isinstance(ids, list) or any(type(token) is not int for token in ids):
@@ -67,13 +67,13 @@ def read_token_ids(path: Path, count: int, vocabulary: int) -> list[int]:
 
 
 def select_fastest(times: Times) -> str:
-    """Return the kernel with the smallest sum over the batches; the fallback wins a tie."""
+    """Return the kernel with the smallest total time; the fallback wins a tie."""
     fallback_first = sorted(times, key=lambda kernel: kernel != FALLBACK)
     return min(fallback_first, key=lambda kernel: sum(times[kernel].values()))
 
 
 def read_choice(path: Path, setup: HeadSetup) -> str | None:
-    """Return the stored kernel if it was measured for this setup, or None."""
+    """Return the stored kernel, or None if it was not measured for this setup."""
     if not path.exists():
         return None
     try:
@@ -127,7 +127,7 @@ class Tile:
 
 
 def read_table() -> dict[str, tuple[Tile, ...]]:
-    """Return the tiles per compute capability (``"12.1"``) and for ``"default"``.
+    """Return the tiles for each compute capability (such as ``"12.1"``) and for ``"default"``.
 
     Every tile is correct for any batch and shape; only speed differs.
     """

@@ -21,7 +21,7 @@ _REPLAYS = 9
 def quantize_rows(
     weight: torch.Tensor, rows_per_block: int = ROWS_PER_BLOCK
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize ``[rows, in]`` of any float dtype, ``rows_per_block`` rows at once.
+    """Quantize a weight ``[rows, in]`` of any float dtype, ``rows_per_block`` rows at a time.
 
     Return int8 ``[rows, in rounded up to 128]``, padded with zeros, and BF16 scales
     ``[groups, rows]``. Values use the scale *as stored*, so rounding the scale adds no error.
@@ -52,7 +52,7 @@ def dequantize_rows(values: torch.Tensor, scales: torch.Tensor, in_features: int
 
 
 def make_own_head(values: torch.Tensor, scales: torch.Tensor, weight: torch.Tensor) -> Head:
-    """Return our kernel over INT8 rows, compiled for inputs that fit ``weight``."""
+    """Return a head that runs our kernel on INT8 rows, after compiling every tile."""
     # Imported here, because Triton may be missing on machines without a GPU.
     from spark_vllm.head.kernel import logits
 
@@ -67,7 +67,7 @@ def make_own_head(values: torch.Tensor, scales: torch.Tensor, weight: torch.Tens
 
 
 def make_marlin_head(values: torch.Tensor, scales: torch.Tensor) -> Head:
-    """Return the engine's Marlin W8A16 kernel over repacked INT8 rows."""
+    """Return a head that runs the engine's Marlin W8A16 kernel on repacked INT8 rows."""
     from vllm._custom_ops import gptq_marlin_repack
     from vllm.model_executor.layers.quantization.utils.marlin_utils import (
         apply_gptq_marlin_linear,
@@ -109,7 +109,7 @@ def make_head(
 
 
 def pack_gptq(values: torch.Tensor) -> torch.Tensor:
-    """Return INT8 rows in GPTQ packing: int32 ``[in / 4, rows]``, first input lowest."""
+    """Pack INT8 rows as GPTQ does: int32 ``[in / 4, rows]``, first input in the lowest byte."""
     rows, in_features = values.shape
     packed = torch.zeros((in_features // 4, rows), dtype=torch.int32, device=values.device)
     for byte in range(4):
@@ -118,7 +118,7 @@ def pack_gptq(values: torch.Tensor) -> torch.Tensor:
 
 
 def time_us(head: Head, x: torch.Tensor) -> float:
-    """Return the median time of a launch in a replayed CUDA graph."""
+    """Return the median time of one launch when a CUDA graph of launches is replayed."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

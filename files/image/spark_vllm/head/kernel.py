@@ -39,7 +39,7 @@ def _dot(weight, x, acc, BATCH_FIRST: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit  # type: ignore[untyped-decorator] # triton has no types
 def _load_weight(source, row, safe_row, width, column, GROUP: tl.constexpr, BULK: tl.constexpr):
-    if BULK:  # a descriptor; rows past the end are zero
+    if BULK:  # ``source`` is a descriptor; it returns zeros for rows past the end
         weight = source.load([row, column])
     else:
         address = source + safe_row.to(tl.int64)[:, None] * width + tl.arange(0, GROUP)[None, :]
@@ -66,7 +66,7 @@ def _wait_for_earlier_kernels(EARLY: tl.constexpr):
 def _logits_kernel(
     x_ptr,  # BF16 or FP16 [batch, in]; SPLIT: int8 [2, batch, groups * GROUP]
     x_scale_ptr,  # SPLIT: float32 [groups, batch]; otherwise unused
-    weight_ptr,  # int8 [rows, groups * GROUP]; BULK: a descriptor of it
+    weight_ptr,  # int8 [rows, groups * GROUP]; BULK: a descriptor of this tensor
     scale_ptr,  # BF16 [groups, rows]
     out_ptr,  # BF16 or FP16 [batch, rows]
     batch,
@@ -78,7 +78,7 @@ def _logits_kernel(
     GROUP: tl.constexpr,
     GROUPS_PER_STEP: tl.constexpr,
     SPLIT: tl.constexpr,
-    BATCH_FIRST: tl.constexpr,  # batch as the first operand: Hopper then takes the plain ``mma``
+    BATCH_FIRST: tl.constexpr,  # batch is the first operand, so Hopper uses the plain ``mma``
     EVEN_K: tl.constexpr,
     BULK: tl.constexpr,
     EARLY: tl.constexpr,
@@ -178,7 +178,7 @@ def logits(
 ) -> torch.Tensor:
     """Return ``x @ dequantized.T`` in the dtype of ``x``.
 
-    Launches at most two kernels; a CUDA graph can capture it after the tile has run once.
+    Launches at most two kernels. A CUDA graph can capture the call once the tile has run.
 
     Args:
         x: BF16 or FP16 ``[batch, in]``.

@@ -56,7 +56,7 @@ class HeadOptions:
     tokenizer: Path
 
     def draft_token_ids(self, vocabulary: int) -> list[int]:
-        """Return the ids of the tokens that the drafter chooses from, or none for all tokens."""
+        """Return the ids of the tokens that the drafter chooses from; empty for all tokens."""
         if self.draft_vocabulary is None:
             return []
         if self.draft_vocabulary_file is None:
@@ -65,7 +65,7 @@ class HeadOptions:
 
 
 def read_head_options() -> HeadOptions | None:
-    """Return the head options of ``--additional-config``, or None for the checkpoint's head."""
+    """Return the head options of ``--additional-config``, or None to keep the checkpoint's head."""
     config = get_current_vllm_config()
     additional = config.additional_config
     spark = additional.get("spark", {}) if isinstance(additional, Mapping) else {}
@@ -151,7 +151,7 @@ class Int8Head(QuantizeMethodBase):
         weight = Parameter(torch.empty(shape, dtype=params_dtype), requires_grad=False)
         set_weight_attrs(weight, {"input_dim": 1, "output_dim": 0, **extra_weight_attrs})
         layer.register_parameter("weight", weight)
-        # Before loading, so that a damaged file stops the engine at once.
+        # Read before loading, so that a damaged file stops the engine at once.
         self.draft_token_ids = self.options.draft_token_ids(layer.org_vocab_size)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
@@ -163,7 +163,7 @@ class Int8Head(QuantizeMethodBase):
         values, scales = quantize_rows(weight)
         kernel = self.options.kernel or self._choose_kernel(weight, values, scales)
         if kernel == "own":
-            # Parameters, so that the engine counts and moves them.
+            # Register parameters, so that the engine counts and moves them.
             layer.register_parameter("head_int8", Parameter(values, requires_grad=False))
             layer.register_parameter("head_scales", Parameter(scales, requires_grad=False))
         self.head = make_head(kernel, values, scales, weight)
