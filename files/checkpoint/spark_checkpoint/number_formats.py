@@ -138,7 +138,8 @@ def quantize_rows(weights: Floats, bits: int) -> QuantizedRows:
     zero = 1 << (bits - 1)
     grouped = weights.reshape(weights.shape[0], -1, GROUP)
     largest = np.abs(grouped).max(axis=2)
-    smallest_scale, smallest_bits, one_bits = np.float32(2.0**-126), 0x80, 0x3F80
+    smallest_scale = np.float32(2.0**-126)
+    smallest_bits, one_bits = 0x0080, 0x3F80  # BF16 bits of smallest_scale and 1.0
     scale = np.maximum(largest / np.float32(zero - 1), smallest_scale)
     scale_bits = bf16_bits(scale).astype(np.int32)
     best_error = np.full(largest.shape, np.inf, np.float32)

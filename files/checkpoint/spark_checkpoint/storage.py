@@ -296,7 +296,7 @@ def find_candidates(
     by_size: dict[int, dict[Path, set[str]]] = {file.size_bytes: {} for file in files}
     targets: dict[tuple[int, int], Path] = {}
     roots = (Path(root) for pattern in look_in for root in sorted(glob.glob(pattern)))
-    for path in (path for root in roots for path in _walk(root)):
+    for path in itertools.chain.from_iterable(map(_walk, roots)):
         try:
             status = path.stat()
         except OSError:

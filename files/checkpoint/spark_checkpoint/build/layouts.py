@@ -127,8 +127,8 @@ def set_blocks(quantization: dict[str, Any], names: Collection[str]) -> None:
 
 def _config_sections(config: Mapping[str, Any]) -> list[Any]:
     """Return the config and its section for the language model, if any."""
-    sections = (config, config.get("text_config"))
-    return [section for section in sections if isinstance(section, dict)]
+    text = config.get("text_config")
+    return [config, text] if isinstance(text, dict) else [config]
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,7 +108,7 @@ class NgramTable:
             scale = self._read_scale("weight_scale")
             if self.number_format == "e4m3":
                 return self._read_fp8, scale
-            # With this scale of the table, a group's scale is its largest FP8 value, at most 448.
+            # With this table scale, a group's scale is its largest FP8 value, which is at most 448.
             table_scale = scale / E2M1_MAX
 
             def requantize(shard: str, start: int, count: int) -> Codes:

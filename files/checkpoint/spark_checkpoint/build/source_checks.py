@@ -311,7 +311,7 @@ def check_sources_by_headers(checkpoint: InspectedCheckpoint, plan: BuildPlan) -
 
 
 def match_plan(checkpoint: InspectedCheckpoint, plan: BuildPlan) -> dict[str, Any]:
-    """Return whether a checkpoint matches a part of a plan, and the reason."""
+    """Return whether a checkpoint matches the relevant part of a plan, and why."""
     part = _PARTS.get(plan.shared_experts, plan.shared_experts)
     match = _match_donor if part == "donor" else match_plan_names
     try:
@@ -332,7 +332,7 @@ def _match_donor(checkpoint: InspectedCheckpoint, plan: BuildPlan) -> str:
 
 
 def match_plan_names(checkpoint: InspectedCheckpoint, plan: BuildPlan) -> str:
-    """Return a text that states whether a checkpoint is the base or the result of a plan.
+    """Describe a checkpoint that is the base or the result of a plan.
 
     Raise ValidationError for any other checkpoint.
     """

@@ -166,7 +166,7 @@ class _Download:
                 raise PermissionError(errno.EPERM, "not readable by everyone", str(path))
             if why_writable_by_others(source_fd) is not None:
                 raise PermissionError(errno.EPERM, "other accounts can change the file", str(path))
-            # With src_dir_fd Python follows the link in /proc.
+            # Only with src_dir_fd does Python follow the link in /proc.
             os.link(source_path, target, src_dir_fd=source_fd, follow_symlinks=True)
         except OSError:
             # A copy does not need the same filesystem, hard links or the right permissions.

@@ -76,7 +76,8 @@ class Peers:
             if not progressing:
                 return False
             if time.monotonic() > deadline:
-                for peer in active if expected_s > self._patience_s else ():
+                is_large_file = expected_s > self._patience_s
+                for peer in active if is_large_file else ():
                     note(f"peer: {peer.url} will not be used again, because {path} took too long")
                     peer.skipped_until = float("inf")
                 return False
