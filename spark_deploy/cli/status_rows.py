@@ -39,7 +39,8 @@ def _short_cells(name: str, service: Mapping[str, Any], host: Mapping[str, Any])
     if not service["release"]:
         return [f"○ {name}", service["stopped"] or service.get("unreadable") or "serves nothing"]
     proof = service["proof"]
-    speed = ((proof.get("bench") or {}).get("one_stream_tokens_per_s") or {}).get("median")
+    bench = proof.get("bench") or {}
+    speed = (bench.get("one_stream_tokens_per_s") or {}).get("median")
     free_bytes = host["memory"].get("available_bytes")
     symbol = "◐" if service["drift"] else "●"
     return [

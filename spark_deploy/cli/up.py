@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -205,16 +206,15 @@ def read_state(host: Host, plan: HostPlan) -> HostState:
     digests = tuple(job.digest12 for job in _planned_jobs(plan))
     status = host.get_fact(Status)
     jobs = host.get_fact(JobStates, jobs=digests, target=PREPARE.unit(plan.release.name))
-    service, last_rollout = status.service(MAIN_SERVICE), None
-    if service:  # hosts without our tools have no rollouts
+    last_rollout = None
+    if service := status.service(MAIN_SERVICE):  # hosts without our tools have no rollouts
         release = service.active or service.known_good or plan.release.name
         ok, output = host.run_shell_command(
             tool.command_line(tool.SWITCH_POLL, release), _sudo=host.data.get("_sudo")
         )
-        try:
+        # Another version of the host tools may print another document.
+        with suppress(DocumentError):
             last_rollout = parse(Rollout, output.stdout) if ok else None
-        except DocumentError:  # from another version of the host tools; not needed for the preview
-            last_rollout = None
     return HostState(status, jobs, last_rollout)
 
 
@@ -266,7 +266,8 @@ def _service_changes(plan: HostPlan, status: HostStatus) -> Iterator[str]:
 
 
 def _change_texts(plan: HostPlan, state: HostState) -> Iterator[str]:
-    service, new = state.status.service(MAIN_SERVICE), f"{plan.model} with {plan.profile}"
+    new = f"{plan.model} with {plan.profile}"
+    service = state.status.service(MAIN_SERVICE)
     old = state.status.release(service.active) if service else None
     if not state.status.installed:
         yield f"new host: will serve {new}"

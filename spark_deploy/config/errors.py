@@ -67,7 +67,8 @@ def printable(text: str) -> str:
 
 def one_line(text: object) -> str:
     """Return the first line of untrusted text without control characters."""
-    line = printable((str(text).strip().splitlines() or ["no reason given"])[0])[:300]
+    lines = str(text).strip().splitlines() or ["no reason given"]
+    line = printable(lines[0])[:300]
     # ``printable`` does not replace unassigned characters.
     return "".join(char if char.isprintable() else "\ufffd" for char in line)
 

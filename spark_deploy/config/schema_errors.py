@@ -177,7 +177,7 @@ def dotted(path: Sequence[str | int]) -> str:
 
 
 def unusable_values(data: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str, str]]:
-    """Yield (path, message, fix) for values that are not JSON, too large or too deep."""
+    """Yield (path, message, fix) for values that are not JSON, too large or nested too deeply."""
     if not path and _has_too_many_values(data):
         yield (), f"has more than {MAX_VALUES} values", "write fewer values, without nested aliases"
     elif len(path) > _MAX_LEVELS:

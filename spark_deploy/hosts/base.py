@@ -74,6 +74,8 @@ class BaseState(HostFact[Base]):
         sections = parse_sections(output)
         entries = (line.split("|", 3) for line in sections["directories"])
         stale = (line.split()[0] for line in sections["stale-units"] if line.endswith(" yes"))
+        # A unit without a file has no state.
+        units = ([*line.split(), ""] for line in sections["units"] if line.split())
         return Base(
             packages=parse_packages(sections["packages"]),
             interrupted=tuple(sections["interrupted"]),
@@ -84,7 +86,7 @@ class BaseState(HostFact[Base]):
             boot_target=sections.first("boot-target"),
             earlyoom=sections.first("earlyoom"),
             compaction_proactiveness=sections.first("compaction"),
-            units=dict([*line.split(), ""][:2] for line in sections["units"] if line.split()),
+            units={name: state for name, state, *_ in units},
         )
 
 

@@ -170,7 +170,7 @@ MAX_BYTES = 10**9
 MAX_DURATION_S = 2.5
 _COMMAND_TIMEOUT_S = 40
 _PORTS = range(20000, 29000)  # below the kernel's ephemeral ports
-_LIMITS = {
+_UNIT_PROPERTIES = {
     "DynamicUser": "yes", "CapabilityBoundingSet": "", "NoNewPrivileges": "yes",
     "ProtectSystem": "strict", "ProtectHome": "yes", "PrivateDevices": "yes",
     "RestrictAddressFamilies": "AF_INET", "MemoryMax": "256M",
@@ -178,12 +178,11 @@ _LIMITS = {
 }  # fmt: skip
 
 
-def _unit_command(command: str, **limits: str) -> str:
+def _unit_command(command: str, **overrides: str) -> str:
     """Return a command that systemd runs under a temporary account and stops after a time limit."""
-    properties = " ".join(
-        f"'--property={name}={value}'" for name, value in {**_LIMITS, **limits}.items()
-    )
-    return f"systemd-run --quiet --collect --wait --pipe {properties} {command}"
+    properties = {**_UNIT_PROPERTIES, **overrides}
+    arguments = " ".join(f"'--property={name}={value}'" for name, value in properties.items())
+    return f"systemd-run --quiet --collect --wait --pipe {arguments} {command}"
 
 
 @operations.host_operation
@@ -191,7 +190,7 @@ def measure_links(links: Sequence[FabricLink]) -> None:
     """Measure each link with full-size packets; change nothing."""
     if not state.is_executing:
         for link in links:
-            limits = f"at most {MAX_BYTES // 10**6} MB and {MAX_DURATION_S} s"
+            limits = f"will send at most {MAX_BYTES // 10**6} MB, for at most {MAX_DURATION_S} s"
             log_once(f"{link.interface} to {link.host} ({link.address}): {limits}")
         host.noop("the links will be measured when the deploy runs")
         return

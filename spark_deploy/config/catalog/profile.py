@@ -272,8 +272,8 @@ class Profile:
     @property
     def checkpoint_needs_plugin(self) -> bool:
         """Whether stock vLLM cannot load the checkpoint of this profile."""
-        overlay = self._replaces_weights and self.layout == "overlay"
-        return self.shared_experts.startswith("fp8") or overlay
+        has_overlay = self._replaces_weights and self.layout == "overlay"
+        return self.shared_experts.startswith("fp8") or has_overlay
 
     def violations(self) -> Iterator[Violation]:
         for violation in self.speculation.violations() if self.speculation else ():

@@ -61,21 +61,21 @@ _V = TypeVar("_V")
 class LazyMapping(Mapping[_K, _V]):
     """Documents that are read on first use; invalid documents are missing."""
 
-    def __init__(self, names: Iterable[_K], read: Callable[[_K], _V | None]):
-        self._names = names
+    def __init__(self, keys: Iterable[_K], read: Callable[[_K], _V | None]):
+        self._keys = keys
         self._read = read
         self._values: dict[_K, _V | None] = {}
 
-    def __getitem__(self, name: _K) -> _V:
-        if name not in self._values:
-            self._values[name] = self._read(name)
-        value = self._values[name]
+    def __getitem__(self, key: _K) -> _V:
+        if key not in self._values:
+            self._values[key] = self._read(key)
+        value = self._values[key]
         if value is None:
-            raise KeyError(name)
+            raise KeyError(key)
         return value
 
     def __iter__(self) -> Iterator[_K]:
-        return (name for name in self._names if name in self)
+        return (key for key in self._keys if key in self)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

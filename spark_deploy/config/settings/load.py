@@ -157,7 +157,7 @@ class _Reader:
         return self.layers(label, data)
 
     def layers(self, label: str, data: dict[str, Any]) -> list[_Layer]:
-        """Return the data as a layer, with vLLM's names of engine settings replaced by ours."""
+        """Return the data as a layer, with vLLM's names for engine settings replaced by ours."""
         services = data.get("services")
         sections: dict[str, Any] = {"": data}
         if isinstance(services, dict):
@@ -314,7 +314,8 @@ def _with_vocabulary_text(engine: EngineSettings, root: Path) -> EngineSettings 
     """Return the settings with the content of the file that ranks draft tokens."""
     if engine.draft_vocabulary_text is None:
         return engine
-    key, path = ("draft_vocabulary_text",), root / Path(engine.draft_vocabulary_text).expanduser()
+    key = ("draft_vocabulary_text",)
+    path = root / Path(engine.draft_vocabulary_text).expanduser()
     text = _read_text(key, path, _MAX_TEXT_BYTES, "set it to a UTF-8 text file on this machine")
     if isinstance(text, Violation):
         return text
