@@ -45,14 +45,16 @@ _RUN_AGAIN = "see `journalctl -u docker`, then deploy again; docker keeps comple
 
 
 def main(args: list[str], paths: Paths) -> int:
-    layers, args = (args[1], args[2:]) if args[:1] == [LAYERS_OPTION] else (None, args)
+    layers_plan = None
+    if args[:1] == [LAYERS_OPTION]:
+        layers_plan, args = args[1], args[2:]
     if not args or args[0].startswith("-"):
         usage = f"image [{LAYERS_OPTION} LAYERS.json] REFERENCE [COMMAND...]"
         raise HostToolError("image", f"invalid arguments {args}", f"run `spark-host {usage}`", 2)
     reference, *command = args
     try:
-        if layers is not None:
-            _pull_from_peers(Path(layers), paths)
+        if layers_plan is not None:
+            _pull_from_peers(Path(layers_plan), paths)
     except (HostToolError, OSError) as error:
         print(f"image: cannot be pulled from other hosts: {error}", file=sys.stderr, flush=True)
     if docker.inspect_image(reference) is None:
@@ -116,10 +118,10 @@ def _wait_for_port(port: int, server: subprocess.Popen[bytes]) -> None:
 
 def _manifest_location(path: Path) -> str:
     manifest = json.loads(path.read_text())
-    kind, is_index = manifest.get("mediaType"), "manifests" in manifest
-    # The first two types are for an index.
+    declared, is_index = manifest.get("mediaType"), "manifests" in manifest
+    # The first two types are for indexes, the others for single images.
     allowed = fetching.MANIFEST_TYPES[:2] if is_index else fetching.MANIFEST_TYPES[2:]
-    kind = kind if kind in allowed else allowed[0]
+    kind = declared if declared in allowed else allowed[0]
     return (
         f"location ~ /manifests/{path.name}$ {{ root {nginx.quote_path(path.parent)}; "
         f"default_type {kind}; try_files /{path.name} =404; "

@@ -86,9 +86,8 @@ def run(digest12: str, paths: Paths) -> int:
     folder = paths.job(digest12)
     if is_done(job, paths):
         users = _releases_using(job.proof, paths) if isinstance(job.proof, AbsenceProof) else []
-        reason = (
-            f"kept, because the releases {', '.join(users)} use it" if users else "already done"
-        )
+        names = ", ".join(users)
+        reason = f"kept, because the releases {names} use it" if users else "already done"
         log(f"{job.title}: {reason}")
         last = read_document(JobRun, folder / STATUS)
         write_document(folder / STATUS, JobRun("done", 0, memory=last.memory if last else None))
@@ -262,8 +261,9 @@ def poll(digests: list[str], paths: Paths) -> list[JobState]:
     while changed:
         changed = False
         for digest12 in [name for name in digests if states[name].state == "waiting"]:
-            after = [states[other] for other in load_job(digest12, paths).after if other in states]
-            failed = next((other for other in after if other.state == "failed"), None)
+            after = load_job(digest12, paths).after
+            required = [states[other] for other in after if other in states]
+            failed = next((other for other in required if other.state == "failed"), None)
             if failed:
                 result = f"requires the failed job {failed.digest[:12]}"
                 states[digest12] = replace(
@@ -278,7 +278,10 @@ def _job_state(digest12: str, unit: systemd.UnitState, paths: Paths) -> JobState
     try:
         job = load_job(digest12, paths)
     except HostToolError as error:
-        return JobState(digest12, digest12, "", "failed", str(error), None, None, None, None, ())
+        return JobState(
+            digest=digest12, title=digest12, kind="", state="failed", result=str(error),
+            exit_code=None, elapsed_s=None, progress=None, last_line=None, log_tail=(),
+        )  # fmt: skip
     last = read_document(JobRun, folder / STATUS)
     state: State
     try:

@@ -70,8 +70,7 @@ class Relay:
     def __init__(self, host: Host, limits: Limits = Limits()):  # noqa: B008
         self.switch, self.limits, self.paths = Switch(host, limits), limits, host.paths
         self.services: dict[str, Service] = {}
-        self._bytes = 0  # in the bodies of waiting requests
-        self._requests = 0
+        self._bytes = self._requests = 0
 
     async def run(self) -> None:
         await asyncio.gather(self._run_rounds(), self._start_services())

@@ -54,8 +54,8 @@ def main(args: list[str], paths: Paths) -> Status:
     """Return the host's state; ``--live`` also sends a request to each running engine."""
     host = Host(paths)
     releases = [release for name in release_names(paths) if (release := host.release(name))]
-    stopped_marks = (paths.state / "stopped").glob("*.json")
-    services = sorted({release.service for release in releases} | {m.stem for m in stopped_marks})
+    stop_markers = (paths.state / "stopped").glob("*.json")
+    services = sorted({release.service for release in releases} | {m.stem for m in stop_markers})
     # One call for all units, because every call is slow.
     patterns = [template.unit("*") for template in (SERVE, SWITCH, GATEWAY)]
     units = systemd.show_loaded(patterns, ["ActiveState", "InvocationID", "NRestarts", "Job"])

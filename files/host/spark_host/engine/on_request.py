@@ -102,11 +102,9 @@ def free_memory(release: Release, host: Host, report: Report) -> None:
 
 
 def _stop_for(release: Release, other: Release, host: Host, report: Report) -> None:
-    report(
-        f"{PHASE}memory stopping the on-demand release {other.name} to free memory for "
-        f"{release.name}"
-    )
-    with suppress(BlockingIOError):  # a rollout of this service is running
+    text = f"stopping the on-demand release {other.name} to free memory for {release.name}"
+    report(f"{PHASE}memory {text}")
+    with suppress(BlockingIOError):  # a rollout of the other service is running
         stop(other, host, other.timeouts.drain_s)
 
 

@@ -157,10 +157,8 @@ def wait_for_turn(release: Release, host: Host, report: Report) -> None:
     deadline = host.clock.monotonic() + release.timeouts.start_s
     while (other := _claim_turn(release, host)) is not None:
         if host.clock.monotonic() > deadline:
-            report(
-                f"{PHASE}turn starting now, "
-                f"because {other} did not finish starting within the time limit"
-            )
+            reason = f"{other} did not finish starting within the time limit"
+            report(f"{PHASE}turn starting now, because {reason}")
             return
         report(f"{PHASE}turn waiting until {other} has started")
         host.clock.sleep(2)

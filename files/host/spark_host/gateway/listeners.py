@@ -42,7 +42,7 @@ class Listeners:
 def planned_listeners(settings: Gateway) -> Listeners:
     """Return the listeners of a gateway; loopback addresses always use plain HTTP.
 
-    A gateway always listens on ::1, too, where other local users could otherwise receive keys.
+    With IPv6, a gateway also listens on ::1, where another local user could otherwise receive keys.
     """
     port, tls, missing = settings.port, False, None
     has_ipv6 = _is_local("::1")

@@ -222,8 +222,8 @@ def rollback(args: list[str], host: Host) -> int:
         raise HostToolError("rollback", "no service given", usage, 2)
     dry = "--dry" in args
     service, *options = (arg for arg in args if arg != "--dry")
-    release = options[options.index("--to") + 1] if "--to" in options[:-1] else None
-    plan = plan_rollback(service, release, host)
+    target = options[options.index("--to") + 1] if "--to" in options[:-1] else None
+    plan = plan_rollback(service, target, host)
     if dry or plan.done or plan.problem or plan.to is None:
         print_json(plan)
         return 1 if plan.problem and not dry else 0

@@ -177,17 +177,12 @@ def _ip_option(text: str) -> str:
 def _wait_until_settled(paths: Paths) -> status.FabricRecord:
     """Wait until netplan has finished and all ports have their address and MTU.
 
-    Return the record of the trial.
-
-    Raises HostToolError if the trial is over or a port is not configured in time.
+    Return the record of the trial; raise HostToolError if it is over or a port is not ready.
     """
     if not paths.below(status.NETPLAN_TRIAL).exists():
+        message = "no login confirmed the new network in time, so the host restores the old one"
         fix = "check the new network, then run the command again"
-        raise HostToolError(
-            "fabric",
-            "no login confirmed the new network in time, so the host is restoring the old network",
-            fix,
-        )
+        raise HostToolError("fabric", message, fix)
     record = files.load(status.FabricRecord, paths.below(_TRIAL_RECORD), "no record of the trial")
     began = time.monotonic()
     last, unchanged_since = None, 0.0

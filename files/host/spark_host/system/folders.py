@@ -38,10 +38,9 @@ def remove_entries(path: Path) -> None:
         _run("find", opened_path, "-mindepth", "1", "-maxdepth", "1",
              "-exec", "rm", "-rf", "--one-file-system", "--", "{}", "+")  # fmt: skip
         if remaining := os.listdir(folder):
-            fix = (
-                f"run `rm -rf {path / remaining[0]}` to see the error, then start the service again"
-            )
-            raise HostToolError(str(path / remaining[0]), "cannot be removed", fix)
+            entry = path / remaining[0]
+            fix = f"run `rm -rf {entry}` to see the error, then start the service again"
+            raise HostToolError(str(entry), "cannot be removed", fix)
 
 
 def remove_tree(path: Path) -> bool:

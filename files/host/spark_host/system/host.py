@@ -169,6 +169,5 @@ class Host:
             return None
 
     def releases(self, service: str) -> list[str]:
-        return [
-            name for name in self.disk.release_names(self.paths) if parse_service(name) == service
-        ]
+        names = self.disk.release_names(self.paths)
+        return [name for name in names if parse_service(name) == service]

@@ -35,11 +35,10 @@ def run_program(
             env=environment or _environment(),
         )  # fmt: skip
     except OSError as error:
-        is_absent = isinstance(error, FileNotFoundError)
-        reason = "is not installed" if is_absent else f"cannot be run ({error.strerror})"
-        return subprocess.CompletedProcess(
-            argv, 127 if is_absent else 126, "", f"{argv[0]} {reason}"
-        )
+        code, reason = 126, f"cannot be run ({error.strerror})"
+        if isinstance(error, FileNotFoundError):
+            code, reason = 127, "is not installed"
+        return subprocess.CompletedProcess(argv, code, "", f"{argv[0]} {reason}")
     try:
         output, error_text = child.communicate(timeout=limit_s)
         return subprocess.CompletedProcess(argv, child.returncode, output, error_text)
