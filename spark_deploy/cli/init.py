@@ -183,11 +183,10 @@ def _host_lines(hosts: Sequence[str], user: str | None) -> list[str]:
     for number, host in enumerate(hosts, start=1):
         name, _, address = host.partition("=")
         login = user
-        if not name.startswith("@") and "@" in name + address:
-            if address:
-                login, _, address = address.partition("@")
-            else:
-                login, _, name = name.partition("@")
+        if "@" in address:
+            login, _, address = address.partition("@")
+        elif "@" in name and not name.startswith("@"):
+            login, _, name = name.partition("@")
         if re.fullmatch(r"[\d.]+|.*:.*", name):  # an address, which cannot be the name
             name, address = f"spark-{number}", name
         values = {"address": address, "user": login if name != LOCAL else None}

@@ -335,22 +335,23 @@ def use(options: Options, choice: str) -> int:
     edits, hosts = apply_choice(options, choice)
     print_edits(options, edits, hosts)
     if edits and (overrides := _overrides(options)):
-        values = ", ".join(f"{key}: {value}" for key, value in overrides.items())
-        empty = {key: "{}" if value.startswith("{") else "null" for key, value in overrides.items()}
+        values = ", ".join(f"{key}: {value}" for key, value in overrides)
+        empty = {key: "{}" if value.startswith("{") else "null" for key, value in overrides}
         unset = [f"{key}={value}" for key, value in empty.items()]
         note(f"these settings still override the profile: {values}")
         note(f"  to remove them, run `{next_command(options, 'set', *unset)}`")
     return 0
 
 
-def _overrides(options: Options) -> dict[str, str]:
-    """Return the engine settings that override every profile on the selected hosts, as JSON."""
-    return {
-        f"engine.{key}": json.dumps(value)
+def _overrides(options: Options) -> list[tuple[str, str]]:
+    """Return engine settings that override every profile on a selected host, as (key, JSON)."""
+    settings = [
+        (f"engine.{key}", json.dumps(value))
         for host in select_hosts(options, must_serve=False)
         for key, value in host.loaded.data.get("engine", {}).items()
         if value not in (None, {})
-    }
+    ]
+    return list(dict.fromkeys(settings))
 
 
 def apply_choice(options: Options, choice: str) -> tuple[list[Edit], list[str]]:

@@ -45,6 +45,8 @@ def hosts(folder):
         (("--host", "a=10.0.0.7", "--host", "b", "--user", "nvidia"),
          {"a": {"address": "10.0.0.7", "user": "nvidia"}, "b": {"user": "nvidia"}}),
         (("--host", "ann@10.0.0.7"), {"spark-1": {"address": "10.0.0.7", "user": "ann"}}),
+        (("--host", "ann@box=10.0.0.7"), {"box": {"address": "10.0.0.7", "user": "ann"}}),
+        (("--host", "box=ann@10.0.0.7"), {"box": {"address": "10.0.0.7", "user": "ann"}}),
         (("--local",), {"@local": None}),
     ],
 )  # fmt: skip

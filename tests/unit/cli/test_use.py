@@ -150,6 +150,16 @@ def test_engine_settings_that_override_a_new_profile_are_listed(site, capsys):
     assert "engine." not in capsys.readouterr().err
 
 
+def test_different_engine_settings_of_hosts_are_all_listed(site, capsys):
+    (site / "group_vars/all.yml").write_text(f"{ALL}engine: {{drafts: 0}}\n")
+    (site / "host_vars").mkdir(exist_ok=True)
+    (site / "host_vars/b.yml").write_text("engine: {drafts: 1}\n")
+    assert main(["use", "agent"]) == 0
+    text = capsys.readouterr().err
+    assert "engine.drafts: 0" in text
+    assert "engine.drafts: 1" in text
+
+
 @pytest.mark.parametrize("words", ["use lab-x", "plan --model lab-x", "connect --data model=lab-x"])
 def test_suggestions_for_an_unknown_name_exclude_lab_models(words, site, capsys):
     assert main(words.split()) == 1
