@@ -91,7 +91,7 @@ def split_sections(output: Iterable[str]) -> Sections:
 
 
 def parse_sections(output: Iterable[str]) -> Sections:
-    """Split the output of ``build_script``. Raises FactProcessError if its end is missing."""
+    """Split the output of ``build_script``. Raises FactProcessError if the output is incomplete."""
     sections = split_sections(output)
     if "end" not in sections:
         raise FactProcessError("the host's output was cut off; retry")
@@ -241,12 +241,12 @@ def read_fact(fact: type[FactBase[T]], **arguments: Any) -> T:
 def read_fact_now(fact: type[FactBase[T]], **arguments: Any) -> T:
     """Read a fact from the host, ignoring cached values."""
     current = current_host()
-    executed = commands_executed(current)
+    commands_before = commands_executed(current)
     value = host.get_fact(fact, **arguments)
     if value is None:
         raise FactUnavailableError(f"could not read the state of the host ({fact.__name__})")
     key = (state.current_stage, fact, _arguments_key(arguments))
-    _cache.setdefault(current, {})[key] = _CachedValue(executed, time.monotonic(), value)
+    _cache.setdefault(current, {})[key] = _CachedValue(commands_before, time.monotonic(), value)
     return value
 
 
@@ -259,9 +259,9 @@ def run_fact(target: Host, fact: type[FactBase[T]], *, timeout_s: int, **argumen
 def find_cached_value(fact: type[FactBase[T]]) -> T | None:
     """Return any valid cached value of a fact, whatever its arguments."""
     current = current_host()
-    executed = commands_executed(current)
+    commands_now = commands_executed(current)
     for (stage, cached_fact, _), cached in _cache.get(current, {}).items():
-        is_valid = stage == state.current_stage and cached.commands_before == executed
+        is_valid = stage == state.current_stage and cached.commands_before == commands_now
         if cached_fact is fact and is_valid:
             value: T = cached.value
             return value
@@ -269,6 +269,7 @@ def find_cached_value(fact: type[FactBase[T]]) -> T | None:
 
 
 def values_by_host(fact: type[FactBase[T]]) -> dict[str, T]:
+    """Return the values that were read in this stage, by host name."""
     return {
         target.name: cached.value
         for target, cache in _cache.items()

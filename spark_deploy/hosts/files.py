@@ -21,6 +21,7 @@ _expected_paths: WeakKeyDictionary[Host, dict[str, None]] = WeakKeyDictionary()
 
 
 def expect_files(paths: Iterable[str]) -> None:
+    """Declare files whose state is prefetched, together with files declared earlier."""
     current = current_host()
     _expected_paths.setdefault(current, {}).update(dict.fromkeys(paths))
     expect_fact(FileStates, lambda: {"paths": tuple(_expected_paths[current])})

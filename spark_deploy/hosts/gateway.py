@@ -146,9 +146,8 @@ def _restart_outdated_watchdog(plan: GatewayPlan, release: str | None) -> Comman
         return
     running = host.get_fact(WatchTools, release=release)
     if running and running != host.get_fact(SymlinkTarget, path=CURRENT_TOOLS):
-        host.log(
-            f"restarting the watchdog of {release}, which still runs an older version of the tools"
-        )
+        message = f"restarting the watchdog of {release}"
+        host.log(f"{message}, which still runs an older version of the tools")
         yield StringCommand("systemctl", "restart", shlex.quote(WATCH.unit(release)))
 
 
@@ -245,6 +244,5 @@ def set_timers(times: Sequence[str], timers: Sequence[ManagedFile]) -> Commands:
         names = " ".join(map(shlex.quote, planned))
         yield f"systemctl daemon-reload && systemctl enable {names} && systemctl restart {names}"
     elif not obsolete:
-        host.noop(
-            f"{len(planned)} timers are running ({HOURS.unit('*')})" if planned else "no schedule"
-        )
+        message = f"{len(planned)} timers are running ({HOURS.unit('*')})"
+        host.noop(message if planned else "no schedule")

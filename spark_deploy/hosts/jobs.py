@@ -132,10 +132,10 @@ def wait_for_jobs(
     names, target = tuple(job.digest12 for job in jobs), PREPARE.unit(release)
     # Without jobs, only the targets enabled at boot matter, and every cached value lists them.
     cached = None if names else find_cached_value(JobStates)
-    states = cached or read_fact(JobStates, jobs=names, target=target)
-    replaced = _replaced_targets(release, states.boot_targets) if retire_others else ()
-    is_finished = states.are_done(names) and target not in states.boot_targets
-    _store_donor_hashes(current_host(), jobs, states.states)
+    reported = cached or read_fact(JobStates, jobs=names, target=target)
+    replaced = _replaced_targets(release, reported.boot_targets) if retire_others else ()
+    is_finished = reported.are_done(names) and target not in reported.boot_targets
+    _store_donor_hashes(current_host(), jobs, reported.states)
     if is_finished and not replaced:
         host.noop(f"{len(names)} jobs are complete")
         return

@@ -182,14 +182,14 @@ def verify_rollback(service: str, configured_selection: str) -> None:
         message = f"not proven: {reason}"
         fix = "run `spark-check` on the host to see which check fails, or run deploy.py"
         operations.fail(f"{this_host.name}: {release or service}", message, fix)
-    serves = status.release(release)
-    if serves is None:  # a proven service always serves a release
+    served = status.release(release)
+    if served is None:  # a proven service always serves a release
         raise ValueError(f"{service} serves nothing")
-    selection = f"{serves.model}/{serves.profile}"
+    selection = f"{served.model}/{served.profile}"
     next_deploy = f"the next `spark-deploy up` applies {configured_selection} again"
     if configured_selection == selection:
         next_deploy = "the next `spark-deploy up` applies the current settings"
     elif service == MAIN_SERVICE:
         next_deploy += f"; to keep this release, run `spark-deploy use {selection}`"
-    this_host.log(f"serves {selection} ({serves.name}), proven; {next_deploy}")
+    this_host.log(f"serves {selection} ({served.name}), proven; {next_deploy}")
     this_host.noop("proven")

@@ -133,9 +133,8 @@ def stop_unlisted(services: Sequence[str]) -> Commands:
     if not unlisted:
         host.noop("no other service runs")
     for name in unlisted:
-        commands.log_once(
-            f"stopping {name}, which is no longer listed; `deploys/prune.py` removes its files"
-        )
+        message = f"stopping {name}, which is no longer listed"
+        commands.log_once(f"{message}; `deploys/prune.py` removes its files")
         yield tool.command_line(tool.RETIRE_SERVICE, name)
 
 
@@ -214,9 +213,8 @@ def reboot_host(plan: PreflightPlan, release: Release) -> Commands:
         host.noop("no reboot is pending")
         return
     if read_fact(LastRebootReason, path=_MARKER) == reason:
-        host.noop(
-            f"the reason persists after a reboot, so the host is not rebooted again: {reason}"
-        )
+        message = "the reason persists after a reboot, so the host is not rebooted again"
+        host.noop(f"{message}: {reason}")
         return
     _require_readable(host, read_fact(Status))
     releases.require_no_failure("not rebooted")

@@ -49,10 +49,10 @@ class JobStates(HostFact[Jobs]):
     def command(self, jobs: Sequence[str], target: str) -> str:
         # Without names, the tool would report every job.
         poll = poll_command(jobs) if jobs else ":"
-        wants = shlex.quote(drop_in_dir(target))
+        drop_ins = shlex.quote(drop_in_dir(target))
         return (
             f"{poll}; ls {BOOT_LINKS} 2>/dev/null | sed -n 's/^{PREPARE.name}@/linked &/p'; "
-            f"ls {wants} 2>/dev/null | sed -n 's/\\.conf$//; s/^/pulled /p'; "
+            f"ls {drop_ins} 2>/dev/null | sed -n 's/\\.conf$//; s/^/pulled /p'; "
             f"! systemctl -q is-active {SHARE_UNIT} || echo sharing now"
         )
 
@@ -141,8 +141,8 @@ class HostStatus:
     def usage(self) -> dict[str, status.KeyUsage]:
         totals: dict[str, status.KeyUsage] = {}
         for service in self.report.services.values() if self.report else ():
-            for name, more in (service.gateway.usage or {}).items():
-                totals[name] = totals.get(name, status.KeyUsage()) + more
+            for key, usage in (service.gateway.usage or {}).items():
+                totals[key] = totals.get(key, status.KeyUsage()) + usage
         return totals
 
     def unknown_versions_message(self) -> str:

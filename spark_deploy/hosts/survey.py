@@ -52,7 +52,7 @@ class HostIdentity:
 
 
 def parse_identity(sections: facts.Sections, gpu_state: gpu.GpuState) -> HostIdentity:
-    arch, kernel = [*sections["uname"], "", ""][:2]
+    arch, kernel = [*sections["uname"], "", ""][:2]  # missing lines are empty
     os_release = facts.parse_key_values(sections["os-release"])
     reboot, clock = sections["reboot"], sections.first("clock")
     libraries = machine.library_versions(sections["driver-libraries"])
@@ -136,7 +136,7 @@ def parse_memory(sections: facts.Sections) -> Memory:
 
 def parse_processes(lines: Iterable[str]) -> Iterator[Process]:
     for line in lines:
-        pid, rss_kib, cgroup, name = [*line.split(maxsplit=3), "", "", "", ""][:4]
+        pid, rss_kib, cgroup, name = [*line.split(maxsplit=3), "", "", "", ""][:4]  # padded
         if pid.isdigit() and rss_kib.isdigit():
             yield Process(int(pid), int(rss_kib) * 1024, cgroup, name)
 

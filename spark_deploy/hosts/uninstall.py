@@ -261,13 +261,14 @@ def _artifact_resources(plan: HostPlan, payload: Payload) -> Iterator[Resource]:
     for job in (work.job for work in served_jobs(plan, payload.image_context)):
         if job.unless:
             continue  # the same deploy removes this artifact again
-        operation = "Image | Prepare the engine image"
         if job.kind == CHECKPOINT_JOB:
             operation = "Checkpoint | Build the checkpoint"
-        if job.kind == RANK_JOB:
+        elif job.kind == RANK_JOB:
             operation = f"Checkpoint | {job.title.capitalize()}"
-        if job.kind == FETCH_JOB:
+        elif job.kind == FETCH_JOB:
             operation = f"Sources | Fetch {job.title.removeprefix('fetch ')}"
+        else:
+            operation = "Image | Prepare the engine image"
         yield _artifact(job, operation)
     for job in (work.job for work in ready_jobs(plan, payload.image_context)):
         yield _artifact(job, f"Ready | {preparation_name(job)}")

@@ -132,9 +132,8 @@ def _confirm_host_keys(keys: Sequence[HostKey], confirm: Callable[[str], str]) -
         )
     question = f"record {'it' if len(unknown) == 1 else 'them'}? [y/N] "
     if unknown and confirm(question).strip().lower() != "y":
-        raise SettingsError.single(
-            "host keys", "were not confirmed", "compare the fingerprints, then retry"
-        )
+        fix = "compare the fingerprints, then retry"
+        raise SettingsError.single("host keys", "were not confirmed", fix)
     record_host_keys(new)
     for path in sorted({str(key.path) for key in new}):
         _log(f"recorded in {path}")

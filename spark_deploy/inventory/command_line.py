@@ -24,7 +24,8 @@ def makes_plan(deploy: str) -> bool:
 def requires_valid_models(arguments: Mapping[str, Any]) -> bool:
     """Return whether invalid models and profiles are errors, as in deploys that make a plan."""
     operations: Sequence[str] = arguments.get("operations") or []
-    return bool(arguments.get("must_serve", makes_plan(operations[0] if operations else "")))
+    deploy_file = operations[0] if operations else ""
+    return bool(arguments.get("must_serve", makes_plan(deploy_file)))
 
 
 def command_line() -> dict[str, Any]:
@@ -66,6 +67,7 @@ def _parse_value(text: str) -> Any:
 def check_patterns(
     arguments: Mapping[str, Any], groups: Mapping[str, Sequence[str]], stem: str
 ) -> None:
+    """Check --limit, --exclude and --no-wait; the inventory file's ``stem`` selects all hosts."""
     names = [host for hosts in groups.values() for host in hosts]
     valid_names = [*groups, *names]
     problems = []

@@ -95,7 +95,7 @@ def read_hosts(path: Path) -> HostList:
 
 
 def hosts_of(file: str, group: str = "spark") -> dict[str, Group]:
-    """Return a group with the hosts of ``hosts.yml``: ``globals().update(_hosts_of(__file__))``."""
+    """Return a group of the hosts in hosts.yml, for ``globals().update(_hosts_of(__file__))``."""
     hosts = read_hosts(vars_root(file) / HOSTS_FILE).hosts
     data: dict[str, dict[str, Any]] = {}
     for name, entry in hosts.items():
@@ -143,9 +143,8 @@ def groups_from(
         groups, file, parse_overrides(arguments), generated, given_data, needs_models=needs_models
     )
     root = vars_root(file)
-    catalog = _once_per_command(
-        f"catalog of {root}", functools.partial(read_catalog, user_dir=root)
-    )
+    read_user_catalog = functools.partial(read_catalog, user_dir=root)
+    catalog = _once_per_command(f"catalog of {root}", read_user_catalog)
     check_conflicts(hosts, catalog, must_serve=hosts if needs_models else ())
     if "operations" in arguments:  # the command is pyinfra itself
         signal.signal(signal.SIGINT, _exit_on_interrupt)

@@ -92,11 +92,11 @@ def query_host_key(endpoint: Endpoint) -> HostKey:
     except (OSError, EOFError, SSHException) as error:
         reason = network_reason(hostname, port, error)
         return HostKey(endpoint, name, path, "unreachable", None, None, reason)
-    same_type = recorded.get(key.get_name())
-    if same_type is None:
+    recorded_key = recorded.get(key.get_name())
+    if recorded_key is None:
         return HostKey(endpoint, name, path, "changed" if recorded else "new", key, None)
-    state: KeyState = "known" if same_type == key else "changed"
-    return HostKey(endpoint, name, path, state, key, same_type)
+    state: KeyState = "known" if recorded_key == key else "changed"
+    return HostKey(endpoint, name, path, state, key, recorded_key)
 
 
 @contextmanager
@@ -145,12 +145,12 @@ def is_listed(key: HostKey, file: str) -> bool:
     except OSError as error:
         fix = "set the variable to the path of a readable known_hosts file"
         raise SettingsError.single(str(path), str(error.strerror), fix) from error
-    match = listed.get(key.key.get_name()) if key.key else None
-    if listed and match != key.key:
+    listed_key = listed.get(key.key.get_name()) if key.key else None
+    if listed and listed_key != key.key:
         message = f"presents the host key {key.fingerprint}, but {path} has a different key"
         fix = "compare both with the key on the machine, because the connection may be intercepted"
         raise SettingsError.single(key.endpoint.host, message, fix)
-    return match is not None
+    return listed_key is not None
 
 
 def record_host_keys(keys: Sequence[HostKey]) -> None:
