@@ -46,7 +46,7 @@ _RUN_AGAIN = "see `journalctl -u docker`, then deploy again; docker keeps comple
 
 def main(args: list[str], paths: Paths) -> int:
     layers_plan = None
-    if args[:1] == [LAYERS_OPTION]:
+    if args[:1] == [LAYERS_OPTION] and len(args) > 1:
         layers_plan, args = args[1], args[2:]
     if not args or args[0].startswith("-"):
         usage = f"image [{LAYERS_OPTION} LAYERS.json] REFERENCE [COMMAND...]"

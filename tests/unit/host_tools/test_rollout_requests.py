@@ -223,6 +223,15 @@ def test_rollback_dry_run_changes_nothing(sim, capsys):
     assert (begun.from_release, begun.to) == (named(B), named(A))
 
 
+@pytest.mark.parametrize("words", [[], ["--dry"], ["main", "--to"], ["main", "--too", A]])
+def test_rollback_with_invalid_arguments_starts_no_rollout(sim, words):
+    make_good(sim, A, B)
+    with pytest.raises(HostToolError) as error:
+        rollout.rollback(words, sim.host())
+    assert error.value.exit_code == 2
+    assert sim.queued == []
+
+
 TIMER = SCHEDULED_START_TIMER.unit("main")
 
 

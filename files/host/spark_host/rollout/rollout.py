@@ -217,12 +217,12 @@ def all_rollout_locks(paths: Paths) -> Iterator[None]:
 
 
 def rollback(args: list[str], host: Host) -> int:
-    if not args or args[0].startswith("-"):
+    service, *options = [arg for arg in args if arg != "--dry"] or [""]
+    known = not options or (len(options) == 2 and options[0] == "--to")
+    if not service or service.startswith("-") or not known:
         usage = "run `spark-host rollback SERVICE [--to RELEASE] [--dry]`"
-        raise HostToolError("rollback", "no service given", usage, 2)
-    dry = "--dry" in args
-    service, *options = (arg for arg in args if arg != "--dry")
-    target = options[options.index("--to") + 1] if "--to" in options[:-1] else None
+        raise HostToolError("rollback", f"invalid arguments {args}", usage, 2)
+    dry, target = "--dry" in args, options[1] if options else None
     plan = plan_rollback(service, target, host)
     if dry or plan.done or plan.problem or plan.to is None:
         print_json(plan)
