@@ -336,10 +336,9 @@ def use(options: Options, choice: str) -> int:
     print_edits(options, edits, hosts)
     if edits and (overrides := _overrides(options)):
         values = ", ".join(f"{key}: {value}" for key, value in overrides)
-        empty = {key: "{}" if value.startswith("{") else "null" for key, value in overrides}
-        unset = [f"{key}={value}" for key, value in empty.items()]
+        unset = {f"{key}={'{}' if text[0] == '{' else 'null'}" for key, text in overrides}
         note(f"these settings still override the profile: {values}")
-        note(f"  to remove them, run `{next_command(options, 'set', *unset)}`")
+        note(f"  to remove them, run `{next_command(options, 'set', *sorted(unset))}`")
     return 0
 
 
