@@ -18,7 +18,7 @@ from spark_deploy.config.catalog.model import HybridModel, PlainModel
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.settings.sources import HubSettings
 from spark_deploy.lock import hub as hubs
-from spark_deploy.lock.headers import read_anatomy
+from spark_deploy.lock.headers import read_metadata
 from spark_deploy.lock.resolve import write_lock
 from spark_deploy.lock.types import EMPTY_LOCK, Lock
 from spark_deploy.plan.speed import compute_speed, step_reads
@@ -79,10 +79,10 @@ def make_lock(store: Path) -> Lock:
         sources = [
             hubs.look_up_repo(own.endpoint, model.repository, "main", None) for model in plain
         ]
-        anatomies = [
-            read_anatomy(m.repository, s.commit, own) for m, s in zip(plain, sources, strict=True)
+        repo_metadata = [
+            read_metadata(m.repository, s.commit, own) for m, s in zip(plain, sources, strict=True)
         ]
-    return EMPTY_LOCK.with_entries(sources, anatomies=anatomies)
+    return EMPTY_LOCK.with_entries(sources, repo_metadata=repo_metadata)
 
 
 def run_plan(inventory: Path, chosen: list[str]) -> str:

@@ -226,7 +226,7 @@ def _parse_number(text: str) -> float | None:
 REQUESTS, WARM_UPS = 10, 3
 _TEMPLATE_TOKENS = 64  # enough for the chat template
 _BENCH_TIMEOUT_S = 3600.0
-_NO_BENCH = "no vllm bench serve in this image"
+_NO_BENCH = "this image does not provide `vllm bench serve`"
 # The container has no GPU and downloads nothing. It reads the key from standard input, because
 # docker users can read a container's environment.
 _CONTAINER = (

@@ -141,7 +141,7 @@ def grid_table(results: Sequence[BenchResult]) -> Rows:
     # llama-benchy sends the context in an earlier request, so a prefix cache can reuse it.
     for case in cases:
         waits = [cells[case].first_response_ms if case in cells else None for cells in columns]
-        title = f"{', '.join(map(str, case))}: first token of the next turn, ms"
+        title = f"{', '.join(map(str, case))}: time to first token in the next turn, ms"
         rows.append([title, *_compare(waits, 0)])
     return rows
 

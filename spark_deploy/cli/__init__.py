@@ -42,7 +42,7 @@ SECTIONS = {
         "bench": "Benchmark servers through their gateways; compare results.",
     },
     "Models and files": {
-        "models": "List models that match all WORDs, with host counts and computed speeds.",
+        "models": "List models that match all WORDs, with hosts needed and computed speed.",
         "update": "Lock the newest commits and image digests.",
         "settings": "Print settings whose names contain KEY, or all settings.",
         "add": "Add a model from a repository, shared file or recipe.",
@@ -56,9 +56,9 @@ _MODULES = {
     "ask": "connect", "set": "settings", "use": "settings",
 }  # fmt: skip
 _OPTION_THAT_CONNECTS = {
-    "plan": "--on-host", "update": "--counted", "add": "--requantize", "bench": "--ladder",
+    "plan": "--on-host", "update": "--from-hosts", "add": "--requantize", "bench": "--ladder",
 }  # fmt: skip
-_OPTION_THAT_STAYS_OFFLINE = {"status": "--planned", "share": "--unasked"}
+_OPTION_THAT_STAYS_OFFLINE = {"status": "--planned", "share": "--offline"}
 # Our command for each name that similar tools use.
 _SIMILAR = {
     "ls": "models", "list": "models", "search": "models", "ps": "status", "run": "up",

@@ -30,14 +30,14 @@ from spark_deploy.cli.models import Draft, write_files
 from spark_deploy.cli.plan_text import plan_lines, row
 from spark_deploy.cli.recipes import draft_from_recipe
 from spark_deploy.cli.settings import apply_choice, edit_line, edits_data
-from spark_deploy.config.catalog.architecture import Anatomy
+from spark_deploy.config.catalog.architecture import RepoMetadata
 from spark_deploy.config.catalog.load import read_families
 from spark_deploy.config.catalog.model import HybridModel
 from spark_deploy.config.catalog.profile import is_repository
 from spark_deploy.config.catalog.types import Engine, Engines, Families
 from spark_deploy.config.checkout import read_mapping
 from spark_deploy.config.errors import CatalogError, SparkError, one_line, printable
-from spark_deploy.lock.headers import describe_repository, make_anatomy, temporary_builder
+from spark_deploy.lock.headers import describe_repository, make_metadata, temporary_builder
 from spark_deploy.lock.hub import ModelCard, read_model_card
 from spark_deploy.lock.resolve import read_hub_token
 from spark_deploy.plan.artifacts import tensor_fields
@@ -246,24 +246,24 @@ def _draft_from_repository(source: str, host: Target) -> Draft:
     hub = host.settings.hub
     content = describe_repository(f"{repository}@{revision}", hub, all_documents=True)
     card = read_model_card(hub.endpoint, repository, content.commit, read_hub_token(hub))
-    anatomy = make_anatomy(repository, content)
-    return make_draft(anatomy, content, card, host.catalog.engines, read_families(), revision)
+    metadata = make_metadata(repository, content)
+    return make_draft(metadata, content, card, host.catalog.engines, read_families(), revision)
 
 
 def make_draft(
-    anatomy: Anatomy,
+    metadata: RepoMetadata,
     content: RepositoryDescription,
     card: ModelCard,
     engines: Engines,
     families: Families,
     revision: str,
 ) -> Draft:
-    draft = Draft(anatomy.repository, anatomy.commit)
-    draft.about = list(_about_lines(anatomy, content, card, revision))
-    task = detect_task(anatomy, content, card, engines)
+    draft = Draft(metadata.repository, metadata.commit)
+    draft.about = list(_about_lines(metadata, content, card, revision))
+    task = detect_task(metadata, content, card, engines)
     if task != "chat":
         draft.put("task", task, _TASK_COMMENTS[task])
-    if anatomy.vision_bytes and anatomy.architecture.endswith("ForConditionalGeneration"):
+    if metadata.vision_bytes and metadata.architecture.endswith("ForConditionalGeneration"):
         comment = "The model has a vision tower; set engine.vision: true to use it."
         draft.put("vision", True, comment)
     if isinstance(content.documents.get(CONFIG, {}).get("audio_config"), dict):
@@ -273,15 +273,15 @@ def make_draft(
         patterns = [form for form in _OTHER_FORMATS if fnmatch.filter(content.files, form)]
         draft.put("leave_out", patterns, "The same weights in other formats are not downloaded.")
     if task == "chat":
-        _add_parsers(draft, anatomy, families)
-    draft.open_questions += _open_questions(anatomy, content)
+        _add_parsers(draft, metadata, families)
+    draft.open_questions += _open_questions(metadata, content)
     return draft
 
 
-def _add_parsers(draft: Draft, anatomy: Anatomy, families: Families) -> None:
-    family = families.find(anatomy.model_type, anatomy.repository)
+def _add_parsers(draft: Draft, metadata: RepoMetadata, families: Families) -> None:
+    family = families.find(metadata.model_type, metadata.repository)
     if family is None:
-        model_type = anatomy.model_type or "models without model_type"
+        model_type = metadata.model_type or "models without model_type"
         question = f"parsers: unknown for {model_type}, so tool calls and reasoning stay plain text"
         draft.open_questions.append(question)
         return
@@ -294,9 +294,9 @@ def _add_parsers(draft: Draft, anatomy: Anatomy, families: Families) -> None:
 
 
 def detect_task(
-    anatomy: Anatomy, content: RepositoryDescription, card: ModelCard, engines: Engines
+    metadata: RepoMetadata, content: RepositoryDescription, card: ModelCard, engines: Engines
 ) -> str:
-    name, architecture = anatomy.repository.lower(), anatomy.architecture
+    name, architecture = metadata.repository.lower(), metadata.architecture
     if card.task == "text-ranking" or "rerank" in name:
         return "reranking"
     if card.task in ("text-classification", "zero-shot-classification"):
@@ -313,24 +313,24 @@ def detect_task(
 
 
 def _about_lines(
-    anatomy: Anatomy, content: RepositoryDescription, card: ModelCard, revision: str
+    metadata: RepoMetadata, content: RepositoryDescription, card: ModelCard, revision: str
 ) -> Iterator[str]:
     sizes = (size for size in content.files.values() if size and 0 < size < _MAX_FILE_BYTES)
     total_gb = sum(sizes) / 1e9
     yield (
-        f"Written by `spark-deploy add` from {anatomy.repository} at {revision}, "
-        f"commit {anatomy.commit[:12]}. The first deploy checks the model."
+        f"Written by `spark-deploy add` from {metadata.repository} at {revision}, "
+        f"commit {metadata.commit[:12]}. The first deploy checks the model."
     )
     yield f"license: {card.license or 'unknown'}" + (", gated" if card.is_gated else "")
     yield (
-        f"architecture: {anatomy.architecture or 'unknown'}; "
-        f"quantization: {anatomy.quantization or 'none'}; {total_gb:.1f} GB of files: "
-        f"{anatomy.weights_bytes / 1e9:.1f} GB of weights that are always loaded, "
-        f"{anatomy.vision_bytes / 1e9:.1f} GB for vision or audio, "
-        f"{anatomy.drafter_bytes / 1e9:.1f} GB for a built-in drafter"
+        f"architecture: {metadata.architecture or 'unknown'}; "
+        f"quantization: {metadata.quantization or 'none'}; {total_gb:.1f} GB of files: "
+        f"{metadata.weights_bytes / 1e9:.1f} GB of weights that are always loaded, "
+        f"{metadata.vision_bytes / 1e9:.1f} GB for vision or audio, "
+        f"{metadata.drafter_bytes / 1e9:.1f} GB for a built-in drafter"
     )
-    if anatomy.context_tokens:
-        yield f"context: {anatomy.context_tokens:,} tokens"
+    if metadata.context_tokens:
+        yield f"context: {metadata.context_tokens:,} tokens"
     config = content.documents.get(GENERATION, {})
     sampling = [f"{key} {config[key]}" for key in _SAMPLING if _is_plausible(config.get(key))]
     if sampling:
@@ -342,13 +342,13 @@ def _is_plausible(value: object) -> bool:
     return type(value) in (int, float) and abs(value) < 10**6  # type: ignore[arg-type]
 
 
-def _open_questions(anatomy: Anatomy, content: RepositoryDescription) -> Iterator[str]:
-    if anatomy.cache_unknown:
+def _open_questions(metadata: RepoMetadata, content: RepositoryDescription) -> Iterator[str]:
+    if metadata.cache_unknown:
         yield (
-            f"KV cache size per token: {anatomy.cache_unknown}; "
+            f"KV cache size per token: {metadata.cache_unknown}; "
             "set engine.kv_cache_gib to limit the cache"
         )
-    if anatomy.drafter_bytes:
+    if metadata.drafter_bytes:
         yield "speculation: the model has a drafter; measure which number of draft tokens is best"
     if content.documents.get(CONFIG, {}).get("auto_map"):
         yield (

@@ -21,7 +21,7 @@ from spark_contract.units import MAIN_SERVICE
 
 from spark_deploy.bench.host import ticking
 from spark_deploy.cli.console import Options, note, short_list
-from spark_deploy.config.catalog.architecture import Anatomy
+from spark_deploy.config.catalog.architecture import RepoMetadata
 from spark_deploy.config.catalog.model import PlainModel
 from spark_deploy.config.catalog.types import Catalog
 from spark_deploy.config.errors import Problem, SettingsError, SparkError, unreachable
@@ -171,8 +171,8 @@ def with_estimates(lock: Lock, settings: Settings, catalog: Catalog) -> Lock:
         LockedImage(name, f"sha256:{_ESTIMATED_SHA256}", _ESTIMATED_IMAGE_BYTES)
         for name in missing.images
     ]
-    unread = [Anatomy(repository=source.repo, commit=ESTIMATED_COMMIT) for source in sources]
-    return lock.with_entries(sources, images, anatomies=unread)
+    unread = [RepoMetadata(repository=source.repo, commit=ESTIMATED_COMMIT) for source in sources]
+    return lock.with_entries(sources, images, repo_metadata=unread)
 
 
 def selected_services(host: Target, service: str | None) -> list[str]:

@@ -64,7 +64,7 @@ def models(options: Options, search: Sequence[str], shows_all: bool) -> int:
         root = CHECKOUT
     lock = read_lock(root / Settings().lock_file)
     user_dir = None if root == CHECKOUT else root
-    catalog = read_catalog(user_dir=user_dir).with_anatomies(lock.anatomies)
+    catalog = read_catalog(user_dir=user_dir).with_repo_metadata(lock.repo_metadata)
     listed = [
         describe(model, catalog, lock)
         for model in catalog.models.values()
@@ -95,7 +95,7 @@ def describe(model: Model, catalog: Catalog, lock: Lock) -> ListedModel:
     if isinstance(model, PlainModel):
         source = lock.sources.get(model.repository)
         size_bytes = source.size_bytes if source else None
-        is_known = model.anatomy is not None
+        is_known = model.metadata is not None
     else:
         size_bytes = weight_sizes(model.architecture).tree_bytes
         is_known = True

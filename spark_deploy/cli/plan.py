@@ -29,7 +29,7 @@ ONE_STREAM = "one_stream_tokens_per_s"
 @click.option(
     "--estimate", is_flag=True, help="Work offline, with sizes computed from the architecture."
 )
-@click.option("--on-host", is_flag=True, help="Print the downloads that hosts already have.")
+@click.option("--on-host", is_flag=True, help="Show which downloads are already on the hosts.")
 @click.option("-v", "--verbose", is_flag=True, help="Show files, unit and engine arguments.")
 @shared_options(plans=True)
 def plan(options: Options, estimate: bool, on_host: bool) -> int:

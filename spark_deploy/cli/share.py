@@ -87,13 +87,13 @@ class Shared:
 @click.command
 @click.argument("choice", metavar="MODEL|MODEL/PROFILE", shell_complete=name_completer("models"))
 @click.option("--out", metavar="FILE", type=FILE, help="Output file [MODEL.spark.yml].")
-@click.option("--unasked", is_flag=True, help="Work offline and leave out the check result.")
+@click.option("--offline", is_flag=True, help="Contact no host; leave out the check result.")
 @shared_options()
-def share(options: Options, choice: str, out: str | None, unasked: bool) -> int:
+def share(options: Options, choice: str, out: str | None, offline: bool) -> int:
     hosts = select_hosts(options, must_serve=False)
     host = hosts[0].with_model(*_parse_choice(choice, hosts[0]))
     plan = build_plan(host)
-    proof = None if unasked else _newest_proof(hosts, plan)
+    proof = None if offline else _newest_proof(hosts, plan)
     shared = _make_shared(host, plan, proof)
     path = Path(out or f"{shared.name}.spark.yml")
     files.write_text(path, render_shared(shared), 0o644)
@@ -164,7 +164,7 @@ def _make_shared(host: Target, plan: HostPlan, proof: Proof | None) -> Shared:
 
 
 def _newest_proof(hosts: list[Target], plan: HostPlan) -> Proof | None:
-    """Return the newest current check result for the plan's model and profile on these hosts."""
+    """Return the latest valid check result for the plan's model and profile on these hosts."""
     proofs: list[Proof] = []
     for _, status in query_or_note(hosts, read_status):
         proofs += [

@@ -150,7 +150,7 @@ def _build_plan(host: Target) -> tuple[HostPlan | None, str]:
             return None, "the plan is not locked yet"
         return build_plan(host), ""
     except SparkError as error:
-        return None, f"the settings cannot be served: {error.problems[0].line}"
+        return None, f"these settings cannot be deployed: {error.problems[0].line}"
 
 
 def _services(plan: HostPlan | None, host_status: HostStatus) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ import click
 
 from spark_deploy.cli.console import Options, note, shared_options
 from spark_deploy.cli.hosts import Target, build_plan, query_or_note, read_status, select_hosts
-from spark_deploy.config.catalog.architecture import Anatomy, MeasuredCache
+from spark_deploy.config.catalog.architecture import MeasuredCache, RepoMetadata
 from spark_deploy.config.catalog.model import PlainModel
 from spark_deploy.config.documents import to_yaml_data
 from spark_deploy.config.errors import LockError
@@ -40,7 +40,7 @@ from spark_deploy.plan.types import CheckpointPlan, SourcePlan
     "--check", is_flag=True, help="Change nothing; exit with status 1 if a name is missing."
 )
 @click.option(
-    "--counted", "with_host_values", is_flag=True,
+    "--from-hosts", "with_host_values", is_flag=True,
     help="Read KV-cache sizes and FP8 source hashes from hosts.",
 )  # fmt: skip
 @shared_options(plans=True)
@@ -146,7 +146,7 @@ def _write_lock(path: Path, lock: Lock) -> None:
 def _entries(lock: Lock) -> dict[tuple[str, str], object]:
     return {
         (kind, name): value
-        for kind in ("sources", "images", "names", "anatomies")
+        for kind in ("sources", "images", "names", "repo_metadata")
         for name, value in getattr(lock, kind).items()
     }
 
@@ -203,21 +203,21 @@ def _with_host_values(lock: Lock, hosts: Sequence[Target]) -> Lock:
     """Add KV-cache sizes that checked engines measured, and hashes of FP8 source tensors."""
     for host, status in query_or_note(hosts, read_status):
         lock = _with_donor_hashes(lock, host, status)
-        for anatomy in _measured_anatomies(host, status, lock):
-            lock = lock.with_entries(anatomies=[anatomy])
-            if size := anatomy.counted:
+        for metadata in _measured_metadata(host, status, lock):
+            lock = lock.with_entries(repo_metadata=[metadata])
+            if size := metadata.measured:
                 text = f"{size.token_bytes:,} bytes per token, measured by {size.by}"
-                note(f"  {anatomy.repository}: {text}")
+                note(f"  {metadata.repository}: {text}")
     return lock
 
 
-def _measured_anatomies(host: Target, status: HostStatus, lock: Lock) -> Iterator[Anatomy]:
+def _measured_metadata(host: Target, status: HostStatus, lock: Lock) -> Iterator[RepoMetadata]:
     for served in build_plan(host).served:
         model = host.catalog.model(served.model)
-        anatomy = lock.anatomies.get(getattr(model, "repository", ""))
+        metadata = lock.repo_metadata.get(getattr(model, "repository", ""))
         deployed = status.release(served.release.name)
         proof = deployed.proof if deployed else None
-        if not isinstance(model, PlainModel) or anatomy is None or not anatomy.cache_unknown:
+        if not isinstance(model, PlainModel) or metadata is None or not metadata.cache_unknown:
             continue
         if proof is None or not proof.ok or proof.kv_cache is None:
             note(f"  {model.repository}: {host.name} has not yet measured {served.release.name}")
@@ -229,4 +229,4 @@ def _measured_anatomies(host: Target, status: HostStatus, lock: Lock) -> Iterato
             token_bytes=max(1, proof.kv_cache.size_bytes // proof.kv_cache.tokens),
             by=f"{host.name}, {served.release.name}, engine {engine}",
         )
-        yield replace(anatomy, counted=size)
+        yield replace(metadata, measured=size)

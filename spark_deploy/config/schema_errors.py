@@ -116,7 +116,7 @@ def _message(error: jsonschema.ValidationError) -> str:
         accepted = ", ".join("null" if item is None else str(item) for item in expected)
         return f"{value} is not one of {accepted}"
     if error.validator in ("oneOf", "anyOf"):
-        return f"{value} has none of the accepted forms"
+        return f"{value} matches none of the accepted forms"
     # jsonschema's message begins with the whole value.
     return error.message.replace(repr(error.instance), value)
 

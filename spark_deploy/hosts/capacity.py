@@ -42,7 +42,7 @@ def resource_findings(plan: PreflightPlan, survey: Survey) -> Iterator[Finding]:
     yield from _port_findings(plan, survey)
     if plan.tailscale and not re.fullmatch(r"[0-9.]{7,15}", survey.tailscale):
         message = f"Tailscale has no address on this host: {survey.tailscale or 'no output'}"
-        fix = "run `tailscale up` on the host, or choose another serve.expose"
+        fix = "run `tailscale up` on the host, or set serve.expose to another value"
         yield error("tailscale", message, fix)
     obtainable_bytes = survey.obtainable_bytes
     lacks_memory = obtainable_bytes is not None and obtainable_bytes < plan.memory_needed_bytes

@@ -190,7 +190,7 @@ def _renew_certificate(
         for path, mode in ((tls.certificate, 0o644), (tls.key, 0o600)):
             state = states.get(path)
             if state is None or (state.mode, state.owner) != (mode, "root:root"):
-                reason = f"{path} does not have owner root and mode {mode:o}"
+                reason = f"{path} must be owned by root and have mode {mode:o}"
     if not reason:
         return False
     host.log(f"new certificate for {', '.join(names)}: {reason}")

@@ -121,7 +121,7 @@ _leases: WeakKeyDictionary[Host, _Lease] = WeakKeyDictionary()
 class ReturnLeases(BaseStateCallback):
     @staticmethod
     def install_signal_handlers(state: State) -> None:
-        """Make signals end the run at once and return the leases.
+        """On a signal, end the run at once and release the leases.
 
         pyinfra alone would finish the current operation and exit 0, or ignore the exception that a
         signal handler raises.

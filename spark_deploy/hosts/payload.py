@@ -301,7 +301,7 @@ def install_quantizer(image: str) -> Commands:
     if site.receipt == digest:
         host.noop("AutoRound is installed")
     else:
-        yield from _unpack_archive(path, digest, f"{TOOLS_DIR}/quantiser-{digest[:12]}", QUANTIZER)
+        yield from _unpack_archive(path, digest, f"{TOOLS_DIR}/quantizer-{digest[:12]}", QUANTIZER)
 
 
 def _unpack_archive(path: Path, digest: str, home: str, link: str) -> Commands:

@@ -131,7 +131,7 @@ def stop_unlisted(services: Sequence[str]) -> Commands:
         if name not in services and (service.active or service.enabled)
     )
     if not unlisted:
-        host.noop("no other service runs")
+        host.noop("no other service is running")
     for name in unlisted:
         message = f"stopping {name}, which is no longer listed"
         commands.log_once(f"{message}; `deploys/prune.py` removes its files")

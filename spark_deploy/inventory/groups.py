@@ -278,7 +278,8 @@ def _connection_data(
 
 def _configured_user(host: str, data: Mapping[str, Any]) -> str:
     """Return the user in ~/.ssh/config or the local user; "" if neither is known."""
-    # Connecting reports mistakes in the file. A KeyError means that the local user is unknown.
+    # Errors in the file are reported later, when pyinfra connects. A KeyError means that the
+    # local user is unknown.
     with suppress(OSError, ValueError, KeyError, SSHException, RecursionError):
         config = get_ssh_config(data.get("ssh_config_file"))
         user = config.lookup(data.get("ssh_hostname", host)).get("user") if config else None

@@ -125,8 +125,8 @@ def unread_repositories(
         if isinstance(model, PlainModel):
             required.append((model.repository, model.revision, model.leave_out))
         for repository, revision, leave_out in required:
-            locked, anatomy = lock.source(repository, revision), lock.anatomies.get(repository)
-            if locked is not None and (anatomy is None or anatomy.leave_out != leave_out):
+            locked, metadata = lock.source(repository, revision), lock.repo_metadata.get(repository)
+            if locked is not None and (metadata is None or metadata.leave_out != leave_out):
                 yield UnreadRepository(repository, locked.commit, leave_out)
 
 
@@ -135,10 +135,10 @@ def read_headers(settings: Settings, catalog: Catalog, lock: Lock, log: Log) -> 
     for repository, commit, leave_out in dict.fromkeys(
         unread_repositories(settings, catalog, lock)
     ):
-        anatomy = headers.read_anatomy(repository, commit, settings.hub, leave_out=leave_out)
-        lock = validate_lock(lock.with_entries(anatomies=[anatomy]))
-        architecture = anatomy.architecture or "unknown architecture"
-        log(f"  {repository}: {architecture}, weights {format_size(anatomy.weights_bytes)}")
+        metadata = headers.read_metadata(repository, commit, settings.hub, leave_out=leave_out)
+        lock = validate_lock(lock.with_entries(repo_metadata=[metadata]))
+        architecture = metadata.architecture or "unknown architecture"
+        log(f"  {repository}: {architecture}, weights {format_size(metadata.weights_bytes)}")
     return lock
 
 

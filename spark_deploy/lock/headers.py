@@ -28,7 +28,7 @@ from spark_contract.builder_api import (
 from spark_contract.documents import DocumentError, shorten, to_json, to_plain
 from spark_contract.tool import parse_problem
 
-from spark_deploy.config.catalog.architecture import Anatomy, CacheLayers
+from spark_deploy.config.catalog.architecture import CacheLayers, RepoMetadata
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import LockError
 from spark_deploy.config.settings.sources import HubSettings
@@ -113,12 +113,12 @@ def temporary_builder(hub: HubSettings) -> Iterator[Builder]:
 _MAX_BYTES = 1 << 50
 
 
-def read_anatomy(
+def read_metadata(
     repository: str, commit: str, hub: HubSettings, *, leave_out: tuple[str, ...] = ()
-) -> Anatomy:
+) -> RepoMetadata:
     """Describe a repository at a commit, from its headers and config.json."""
     description = describe_repository(f"{repository}@{commit}", hub, leave_out=leave_out)
-    return replace(make_anatomy(repository, description), leave_out=leave_out)
+    return replace(make_metadata(repository, description), leave_out=leave_out)
 
 
 def describe_repository(
@@ -336,7 +336,7 @@ _CACHES: dict[str, Callable[[ModelConfig, int], CacheLayers]] = {
 # --- facts about a model that plans need
 
 
-def make_anatomy(repository: str, description: RepositoryDescription) -> Anatomy:
+def make_metadata(repository: str, description: RepositoryDescription) -> RepoMetadata:
     where = f"{repository}@{description.commit[:12]}: {CONFIG}"
     config = ModelConfig(where, description.documents.get(CONFIG, {}))
     sizes = {part: sum(by_dtype.values()) for part, by_dtype in description.parts.items()}
@@ -349,7 +349,7 @@ def make_anatomy(repository: str, description: RepositoryDescription) -> Anatomy
         cache = cache_layers(config)
     except UnknownCacheSizeError as error:
         unknown_reason = str(error)
-    return Anatomy(
+    return RepoMetadata(
         repository=repository,
         commit=description.commit,
         architecture=_architecture(config),

@@ -13,7 +13,7 @@ from spark_contract.builder_api import BuildPlan
 from spark_contract.documents import to_plain
 from spark_contract.units import COMMIT, SHA256
 
-from spark_deploy.config.catalog.architecture import Anatomy
+from spark_deploy.config.catalog.architecture import RepoMetadata
 from spark_deploy.config.catalog.profile import HUB_REPOSITORY
 from spark_deploy.config.documents import CLOSED, FromKey, digest_of, key_as_field
 from spark_deploy.config.errors import LockError
@@ -120,7 +120,7 @@ class Lock:
     """Container images by reference."""
     names: Annotated[dict[str, VerifiedNames], key_as_field("build")] = Field(default_factory=dict)
     """Verified tensor names per build."""
-    anatomies: Annotated[dict[str, Anatomy], key_as_field("repository")] = Field(
+    repo_metadata: Annotated[dict[str, RepoMetadata], key_as_field("repository")] = Field(
         default_factory=dict, json_schema_extra={"propertyNames": HUB_REPOSITORY}
     )
     """Headers and config.json of repositories that are served as published."""
@@ -130,14 +130,14 @@ class Lock:
         sources: Iterable[LockedSource] = (),
         images: Iterable[LockedImage] = (),
         names: Iterable[VerifiedNames] = (),
-        anatomies: Iterable[Anatomy] = (),
+        repo_metadata: Iterable[RepoMetadata] = (),
     ) -> "Lock":
         """Return a sorted lock with new entries; drop results for commits that it replaces."""
         by_repo = self.sources | {source.repo: source for source in sources}
         by_reference = self.images | {image.reference: image for image in images}
         locked = {f"{source.repo}@{source.commit}" for source in by_repo.values()}
         by_build = self.names | {item.build: item for item in names}
-        anatomy_by_repo = self.anatomies | {item.repository: item for item in anatomies}
+        metadata_by_repo = self.repo_metadata | {item.repository: item for item in repo_metadata}
         return Lock(
             schema_version=1,
             sources=dict(sorted(by_repo.items())),
@@ -147,10 +147,10 @@ class Lock:
                 for build, verified in sorted(by_build.items())
                 if verified.base in locked and (not verified.donor or verified.donor in locked)
             },
-            anatomies={
-                repo: anatomy
-                for repo, anatomy in sorted(anatomy_by_repo.items())
-                if f"{repo}@{anatomy.commit}" in locked
+            repo_metadata={
+                repo: metadata
+                for repo, metadata in sorted(metadata_by_repo.items())
+                if f"{repo}@{metadata.commit}" in locked
             },
         )
 

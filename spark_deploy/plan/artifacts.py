@@ -315,7 +315,7 @@ def requantized_plan(
         {
             "original": original.digest,
             "image": image.base,
-            "quantiser": quantizer_digest,
+            "quantizer": quantizer_digest,
             "calibration": digest_of(options.calibration),
             "order": {key: value for key, value in to_plain(build).items() if key in included},
         }

@@ -54,8 +54,8 @@ def pins_target_experts(model: Model, profile: Profile) -> bool:
 
 
 def _has_16_bit_experts(model: PlainModel) -> bool:
-    anatomy = model.anatomy
-    return anatomy is not None and anatomy.expert_width is not None and not anatomy.quantization
+    metadata = model.metadata
+    return metadata is not None and metadata.expert_width is not None and not metadata.quantization
 
 
 def quantizes_online(profile: Profile) -> bool:

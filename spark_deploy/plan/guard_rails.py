@@ -144,7 +144,7 @@ def _has_network_listener(hosts: Any) -> bool:
 
 def _repeats_names(model: Model) -> bool:
     if isinstance(model, PlainModel):
-        return model.anatomy is not None and model.anatomy.repeats_names
+        return model.metadata is not None and model.metadata.repeats_names
     return model.sources.repeats_names
 
 
@@ -152,9 +152,9 @@ def _expert_width(model: Model, options: Mapping[str, Any], ranks: int) -> int:
     """Return the width of each expert's part on a device."""
     if isinstance(model, PlainModel):
         # Experts without groups of weights, or of unknown size, are never too narrow.
-        anatomy, width = model.anatomy, _MAX_EXPERT_WIDTH
-        if anatomy and any(name in anatomy.quantization for name in _GROUPED_METHODS):
-            width = anatomy.expert_width or _MAX_EXPERT_WIDTH
+        metadata, width = model.metadata, _MAX_EXPERT_WIDTH
+        if metadata and any(name in metadata.quantization for name in _GROUPED_METHODS):
+            width = metadata.expert_width or _MAX_EXPERT_WIDTH
     else:
         width = model.architecture.expert_width
     if options.get("enable-expert-parallel") is True:
@@ -254,8 +254,8 @@ def model_profile_problems(
 
 def _limit_problems(model: Model, profile: Profile) -> Iterator[Problem]:
     if isinstance(model, PlainModel):
-        context_is_known = model.anatomy is not None and model.anatomy.context_tokens is not None
-        can_draft = model.anatomy is None or model.anatomy.drafter_bytes > 0
+        context_is_known = model.metadata is not None and model.metadata.context_tokens is not None
+        can_draft = model.metadata is None or model.metadata.drafter_bytes > 0
     else:
         context_is_known, can_draft = True, model.architecture.mtp_layers > 0
     native, context = native_context_tokens(model), context_tokens(model, profile)
@@ -297,9 +297,9 @@ def _architecture_problems(
 
     If the image's tag has no version, the engine reports the problem itself, after the download.
     """
-    if not isinstance(model, PlainModel) or model.anatomy is None:
+    if not isinstance(model, PlainModel) or model.metadata is None:
         return
-    image, name = settings.images.get(model.image.role, ""), model.anatomy.architecture
+    image, name = settings.images.get(model.image.role, ""), model.metadata.architecture
     version, engine = engines.for_image(image)
     if engine is None or not name or loads_unlisted_model(profile) or engine.supports(name):
         return

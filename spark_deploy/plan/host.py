@@ -31,8 +31,8 @@ _CACHE_BYTES = 4 * GIB  # compile caches of the current and the previous release
 
 
 def plan_host(request: Request) -> HostPlan:
-    request = replace(request, catalog=request.catalog.with_anatomies(request.lock.anatomies))
     settings, lock = request.settings, request.lock
+    request = replace(request, catalog=request.catalog.with_repo_metadata(lock.repo_metadata))
     resolved = resolve(settings, request.catalog)
     main = _service_plan(MAIN_SERVICE, resolved, request)
     services = tuple(
@@ -109,7 +109,7 @@ def _service_plan(name: str, resolved: Resolved, request: Request) -> ServicePla
 
 def plan_model(resolved: Resolved, request: Request) -> ModelPlan:
     model, profile, settings = resolved.model, resolved.profile, resolved.settings
-    if isinstance(model, PlainModel) and model.anatomy is None:
+    if isinstance(model, PlainModel) and model.metadata is None:
         message = "the size is unknown, because the headers have not been read yet"
         fix = "run `spark-deploy update --missing` with access to the hub"
         raise PlanError.single(f"lock: {model.repository}", message, fix)

@@ -58,7 +58,7 @@ def context_tokens(model: Model, profile: Profile) -> int:
 
 def native_context_tokens(model: Model) -> int:
     if isinstance(model, PlainModel):
-        declared = model.anatomy.context_tokens if model.anatomy else None
+        declared = model.metadata.context_tokens if model.metadata else None
         return declared or _GUESSED_CONTEXT_TOKENS
     return model.architecture.max_context_tokens
 
@@ -163,7 +163,7 @@ def measured_cache(model: Model, profile: Profile) -> MeasuredCache | None:
     """Return an engine's measured cache size, if none can be computed and the profile matches."""
     if not isinstance(model, PlainModel):
         return None
-    measured = model.anatomy.counted if model.anatomy and model.anatomy.cache_unknown else None
+    measured = model.metadata.measured if model.metadata and model.metadata.cache_unknown else None
     matches = measured is not None and measured.kv_cache == profile.kv_cache.dtype
     return measured if matches and profile.speculation is None else None
 
@@ -173,13 +173,13 @@ def _plain_shape(model: PlainModel, profile: Profile) -> CacheShape | None:
     if (measured := measured_cache(model, profile)) is not None:
         page_bytes = _PAGE_TOKENS * measured.token_bytes
         return CacheShape(_PAGE_TOKENS, page_bytes, attention_groups=1, state_blocks=0)
-    anatomy, relative_size = model.anatomy, relative_cache_size(profile.kv_cache.dtype)
-    if anatomy is None or anatomy.cache_unknown or not anatomy.cache or relative_size is None:
+    metadata, relative_size = model.metadata, relative_cache_size(profile.kv_cache.dtype)
+    if metadata is None or metadata.cache_unknown or not metadata.cache or relative_size is None:
         return None
-    drafter = profile.speculation.anatomy if profile.speculation else None
+    drafter = profile.speculation.metadata if profile.speculation else None
     if drafter is not None and drafter.cache_unknown:
         return None
-    layers = (*anatomy.cache, *(drafter.cache if drafter else ()))
+    layers = (*metadata.cache, *(drafter.cache if drafter else ()))
     states = [layer for layer in layers if layer.kind == "state"]
     attention = [layer for layer in layers if layer.kind != "state"]
     configured = parse_whole_number(canonical_options(profile.options).get("block-size"))

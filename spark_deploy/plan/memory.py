@@ -197,19 +197,19 @@ def _unknown_sizes(model: Model, profile: Profile) -> Iterator[str]:
         if drafts and drafts.repository:
             yield "KV cache of the drafter: cannot be computed for models with recurrent layers"
         return
-    anatomy = model.anatomy
-    drafter = drafts.anatomy if drafts else None
-    if anatomy is None or not anatomy.weights:
+    metadata = model.metadata
+    drafter = drafts.metadata if drafts else None
+    if metadata is None or not metadata.weights:
         fix = "run `spark-deploy update` to read the repository's headers"
         yield f"weights, context and KV cache: {fix}"
         return
-    if anatomy.cache_unknown and measured_cache(model, profile) is None:
-        yield f"KV cache per token: {anatomy.cache_unknown}"
+    if metadata.cache_unknown and measured_cache(model, profile) is None:
+        yield f"KV cache per token: {metadata.cache_unknown}"
     elif drafter is not None and drafter.cache_unknown:
         yield f"KV cache of the drafter per token: {drafter.cache_unknown}"
-    elif relative_cache_size(profile.kv_cache.dtype) is None and anatomy.cache:
+    elif relative_cache_size(profile.kv_cache.dtype) is None and metadata.cache:
         yield f"KV cache per token: cannot be computed for {profile.kv_cache.dtype}"
-    if anatomy.context_tokens is None:
+    if metadata.context_tokens is None:
         yield "maximum context length: missing from config.json; set engine.max_context_tokens"
 
 
@@ -243,7 +243,7 @@ def loaded_bytes(model: Model, profile: Profile, ranks: int = 1) -> tuple[int, i
     Routers, hyper-connections, vision tower, adapters and separate drafters are not split.
     """
     body, mtp = _model_bytes(model, profile, ranks)
-    drafter = profile.speculation.anatomy if profile.speculation else None
+    drafter = profile.speculation.metadata if profile.speculation else None
     return body + _adapters_bytes(model), mtp + (drafter.weights_bytes if drafter else 0)
 
 
@@ -251,10 +251,10 @@ def _model_bytes(model: Model, profile: Profile, ranks: int) -> tuple[int, int]:
     """Return the bytes of the model and of its MTP layers on each rank."""
     factor, vision = model.memory.weights_factor, vision_bytes(model, profile)
     if isinstance(model, PlainModel):
-        if model.anatomy is None:
+        if model.metadata is None:
             return 0, 0
-        mtp = model.anatomy.drafter_bytes if mtp_drafts(profile) else 0
-        return round(model.anatomy.weights_bytes * factor) + vision, round(mtp * factor)
+        mtp = model.metadata.drafter_bytes if mtp_drafts(profile) else 0
+        return round(model.metadata.weights_bytes * factor) + vision, round(mtp * factor)
     sizes = weight_sizes(served_architecture(model.architecture, profile))
     shared = {"keep": sizes.shared_bytes, "int8-g128": sizes.shared_int8_bytes}.get(
         profile.shared_experts, sizes.shared_fp8_bytes
@@ -288,7 +288,7 @@ def vision_bytes(model: Model, profile: Profile) -> int:
     if isinstance(model, PlainModel):
         # The engine can omit the vision tower, but omits the audio tower with it.
         loads_towers = profile.vision or not model.vision or model.audio
-        return model.anatomy.vision_bytes if model.anatomy and loads_towers else 0
+        return model.metadata.vision_bytes if model.metadata and loads_towers else 0
     return model.architecture.vision_bytes if profile.vision else 0
 
 
@@ -313,9 +313,9 @@ def adapter_rank(model: Model) -> int:
 def _adapters_bytes(model: Model) -> int:
     rank = adapter_rank(model)
     sizes = [
-        adapter.anatomy.weights_bytes * rank // adapter.rank
+        adapter.metadata.weights_bytes * rank // adapter.rank
         for adapter in model.adapters.values()
-        if adapter.anatomy
+        if adapter.metadata
     ]
     return len(model.adapters) * max(sizes, default=0)
 

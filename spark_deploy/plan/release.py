@@ -230,7 +230,7 @@ def _check_plan(resolved: Resolved, *, plugin: bool) -> CheckPlan:
     has_vision = (
         model.architecture.vision_bytes > 0 if isinstance(model, HybridModel) else model.vision
     )
-    anatomy = plain_model.anatomy if plain_model and task == "embedding" else None
+    metadata = plain_model.metadata if plain_model and task == "embedding" else None
     longest = context_tokens(model, profile)
     return CheckPlan(
         timeout_s=settings.check.timeout_s,
@@ -264,7 +264,7 @@ def _check_plan(resolved: Resolved, *, plugin: bool) -> CheckPlan:
         task=task,
         sound=plain_model is not None and plain_model.audio,
         # Dimensions of the embedding; a layer after the model may change them.
-        width=anatomy.width if anatomy else None,
+        width=metadata.width if metadata else None,
     )
 
 

@@ -140,7 +140,7 @@ def test_plan_uses_the_kv_cache_size_that_the_engine_reported(site, guest):
     add_or_fail(site, "org/tiny-odd")
     deploy_model(site, "tiny-odd")
     assert planned(site)["memory"]["kv_tokens"] is None
-    result = site.cli("update", "--missing", "--counted")
+    result = site.cli("update", "--missing", "--from-hosts")
     assert result.returncode == 0, result.stderr
     memory = planned(site)["memory"]
     assert memory["kv_tokens"] == pytest.approx(counted_tokens(guest), rel=0.01)

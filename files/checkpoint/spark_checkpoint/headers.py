@@ -216,7 +216,7 @@ def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
         if count >= _COUNT_LIMIT:
             raise ValueError("is too large: its number of elements does not fit in 64 bits")
     if count * bits >= _COUNT_LIMIT:
-        raise ValueError("is too large: its size in bits does not fit in 64 bits")
+        raise ValueError("is too large: its size in bits overflows a 64-bit integer")
     if count * bits % 8:
         raise ValueError(
             f"has {count} elements of {bits} bits, which is not a whole number of bytes"

@@ -130,7 +130,7 @@ class MeasuredCache:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
-class Anatomy:
+class RepoMetadata:
     """Facts from headers and config.json at a commit."""
 
     repository: FromKey
@@ -160,8 +160,8 @@ class Anatomy:
     cache: tuple[CacheLayers, ...] = Field(default=(), description="Cache of each kind of layer.")
     cache_unknown: str = ""
     """Why the KV cache cannot be computed; empty if it can."""
-    counted: MeasuredCache | SkipJsonSchema[None] = None
-    """Cache size measured by an engine, if unknown; `update --counted` writes it."""
+    measured: MeasuredCache | SkipJsonSchema[None] = None
+    """Cache size measured by an engine, if unknown; `update --from-hosts` writes it."""
 
     @property
     def weights_bytes(self) -> int:

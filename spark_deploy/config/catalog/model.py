@@ -8,7 +8,7 @@ from pydantic.dataclasses import dataclass
 from pydantic.json_schema import SkipJsonSchema
 from spark_contract.builder_api import PatternError, count_names, expand_all
 
-from spark_deploy.config.catalog.architecture import Anatomy, Architecture
+from spark_deploy.config.catalog.architecture import Architecture, RepoMetadata
 from spark_deploy.config.catalog.guard_rails import COMPARISON
 from spark_deploy.config.catalog.profile import TRAITS, Adapter, HubRepository
 from spark_deploy.config.documents import CLOSED, GIB, UNIQUE, Gib, Text, Violation
@@ -292,7 +292,7 @@ class PlainModel(AnyModel):
     imported: tuple[Text, ...] = ()
     """Sources of this file's values, for a model that this project never ran."""
     # Filled from the lock.
-    anatomy: SkipJsonSchema[Anatomy | None] = None
+    metadata: SkipJsonSchema[RepoMetadata | None] = None
 
     @property
     def pools(self) -> bool:

@@ -9,7 +9,7 @@ from pydantic.dataclasses import dataclass
 from pydantic.json_schema import SkipJsonSchema
 from spark_contract.builder_api import Scheme
 
-from spark_deploy.config.catalog.architecture import Anatomy
+from spark_deploy.config.catalog.architecture import RepoMetadata
 from spark_deploy.config.documents import CLOSED, UNIQUE, Text, Violation, text_schema
 from spark_deploy.config.settings.engine import (
     ENVIRONMENT_NAMES,
@@ -24,7 +24,7 @@ from spark_deploy.config.settings.service import CatalogName
 
 HUB_REPOSITORY = text_schema(
     "^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$",
-    "ORG/NAME on the hub, without the address", "Qwen/Qwen3-0.6B",
+    "Hub repository as ORG/NAME, not a URL", "Qwen/Qwen3-0.6B",
 )  # fmt: skip
 HubRepository = Annotated[str, Field(json_schema_extra=HUB_REPOSITORY)]
 # Methods whose drafter is in a separate repository.
@@ -69,7 +69,7 @@ class Speculation:
     shortest_match: int | None = Field(default=None, ge=1, le=64)
     """With ngram: minimum tokens to match."""
     # Filled from the lock.
-    anatomy: SkipJsonSchema[Anatomy | None] = None
+    metadata: SkipJsonSchema[RepoMetadata | None] = None
 
     @property
     def uses_model_layers(self) -> bool:
@@ -120,7 +120,7 @@ class Adapter:
     """Branch, tag or commit to lock."""
     rank: int = Field(ge=1, le=512, description="`r` of its adapter_config.json.")
     # Filled from the lock.
-    anatomy: SkipJsonSchema[Anatomy | None] = None
+    metadata: SkipJsonSchema[RepoMetadata | None] = None
 
 
 # Traits for conditions of model changes, named like the facts of guard rails.

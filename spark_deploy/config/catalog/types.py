@@ -9,7 +9,7 @@ from typing import TypeVar
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from spark_deploy.config.catalog.architecture import Anatomy
+from spark_deploy.config.catalog.architecture import RepoMetadata
 from spark_deploy.config.catalog.guard_rails import GuardRail
 from spark_deploy.config.catalog.model import Model, PlainModel
 from spark_deploy.config.catalog.profile import Profile
@@ -113,20 +113,20 @@ class Catalog:
             self._raise_missing("profiles", name, self.profile_names, (f"profiles/{name}",), key)
         return self.profiles[key]
 
-    def with_anatomies(self, anatomies: Mapping[str, Anatomy]) -> "Catalog":
+    def with_repo_metadata(self, repo_metadata: Mapping[str, RepoMetadata]) -> "Catalog":
         """Return the catalog with the facts that the lock contains about each repository."""
 
         def read_model(name: str) -> Model | None:
             model = self.models.get(name)
-            return _model_with_anatomies(model, anatomies) if model else None
+            return _model_with_metadata(model, repo_metadata) if model else None
 
         def read_profile(key: tuple[str, str]) -> Profile | None:
             profile = self.profiles.get(key)
             speculation = profile and profile.speculation
             if not profile or not speculation or not speculation.repository:
                 return profile
-            anatomy = anatomies.get(speculation.repository)
-            return replace(profile, speculation=replace(speculation, anatomy=anatomy))
+            metadata = repo_metadata.get(speculation.repository)
+            return replace(profile, speculation=replace(speculation, metadata=metadata))
 
         models: Mapping[str, Model] = LazyMapping(self.models, read_model)
         return replace(self, models=models, profiles=LazyMapping(self.profiles, read_profile))
@@ -147,14 +147,14 @@ class Catalog:
         )
 
 
-def _model_with_anatomies(model: Model, anatomies: Mapping[str, Anatomy]) -> Model:
+def _model_with_metadata(model: Model, repo_metadata: Mapping[str, RepoMetadata]) -> Model:
     adapters = {
-        name: replace(entry, anatomy=anatomies.get(entry.repository))
+        name: replace(entry, metadata=repo_metadata.get(entry.repository))
         for name, entry in model.adapters.items()
     }
     model = replace(model, adapters=adapters)
     if isinstance(model, PlainModel):
-        return replace(model, anatomy=anatomies.get(model.repository))
+        return replace(model, metadata=repo_metadata.get(model.repository))
     return model
 
 

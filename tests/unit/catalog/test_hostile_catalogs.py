@@ -17,7 +17,7 @@ from spark_deploy.plan.host import plan_host
 from spark_deploy.plan.resolve import Request
 from tests.unit.hostile import accepted_or_refused, changed_in_one_place, tries
 from tests.unit.planning.plans import PAYLOAD, made_up_lock, settings_of
-from tests.unit.planning.test_plain import ANATOMY
+from tests.unit.planning.test_plain import METADATA
 
 pytestmark = pytest.mark.slow
 
@@ -45,7 +45,7 @@ SHARED: dict[str, Any] = {
     "proof": {"level": "full", "ok": True, "checked_at": "now", "engine": "1", "portable": False,
               "stubbed": [], "checks": {"answers": True}},
 }  # fmt: skip
-READ = to_yaml_data(ANATOMY, include_nulls=False)
+READ = to_yaml_data(METADATA, include_nulls=False)
 
 
 def encoded(document):
@@ -76,7 +76,7 @@ def locked(own):
     return (own / "lock.yml").read_text("utf-8")
 
 
-def check_plan(own, model, profile, anatomy):
+def check_plan(own, model, profile, metadata):
     for kind, name, document in (("models", "dense", model), ("profiles", "mine", profile)):
         path = own / f"mine/catalog/{kind}/{name}.yml"
         path.write_text(yaml.safe_dump(document), encoding="utf-8")
@@ -86,16 +86,16 @@ def check_plan(own, model, profile, anatomy):
         catalog.model("dense")
         catalog.profile("mine", "dense")
         lock = made_up_lock(chosen, catalog)
-        anatomies = {
-            repo: dataclasses.replace(anatomy, repository=repo, commit=source.commit)
+        repo_metadata = {
+            repo: dataclasses.replace(metadata, repository=repo, commit=source.commit)
             for repo, source in lock.sources.items()
         }
-        lock = dataclasses.replace(lock, anatomies=anatomies)
+        lock = dataclasses.replace(lock, repo_metadata=repo_metadata)
         plan_host(Request("a", chosen, catalog, lock, PAYLOAD))
 
 
 def test_valid_documents_are_accepted(own):
-    check_plan(own, MODEL, {**PROFILE, "speculation": None}, ANATOMY)
+    check_plan(own, MODEL, {**PROFILE, "speculation": None}, METADATA)
     catalog = read_catalog(own / "ours", user_dir=own / "mine")
     assert catalog.model("dense").adapters["law"].rank == 16
     assert catalog.profile("mine", "dense").kv_cache.dtype == "fp8"
@@ -108,7 +108,7 @@ def test_valid_documents_are_accepted(own):
 @example(text=encoded({**MODEL, "changes": [{"set": {"limits": None}}]}))
 @example(text=encoded({**MODEL, "adapters": {"law": {"repository": "org/dense", "rank": 1}}}))
 def test_every_model_file_yields_a_plan_or_is_rejected(own, text):
-    check_plan(own, json.loads(text), {**PROFILE, "speculation": None}, ANATOMY)
+    check_plan(own, json.loads(text), {**PROFILE, "speculation": None}, METADATA)
 
 
 @tries(60)
@@ -117,7 +117,7 @@ def test_every_model_file_yields_a_plan_or_is_rejected(own, text):
 @example(text=encoded({**PROFILE, "options": {"block-size": 0}}))
 @example(text=encoded({**PROFILE, "kv_cache": {"size_gib": 1e-9}}))
 def test_every_profile_file_yields_a_plan_or_is_rejected(own, text):
-    check_plan(own, {**MODEL, "adapters": {}}, json.loads(text), ANATOMY)
+    check_plan(own, {**MODEL, "adapters": {}}, json.loads(text), METADATA)
 
 
 @tries(60)
@@ -129,12 +129,12 @@ def test_every_profile_file_yields_a_plan_or_is_rejected(own, text):
 @example(text=encoded({**READ, "weights": {"BF16": 2**62}}), bits="auto")
 def test_every_lock_file_yields_a_plan_or_is_rejected(own, locked, text, bits):
     path = own / "lock.yml"
-    data = {**yaml.safe_load(locked), "anatomies": {"org/dense": json.loads(text)}}
+    data = {**yaml.safe_load(locked), "repo_metadata": {"org/dense": json.loads(text)}}
     path.write_text(json.dumps(data))
     with accepted_or_refused(in_one_line=True):
-        anatomy = read_lock(path).anatomies["org/dense"]
+        metadata = read_lock(path).repo_metadata["org/dense"]
         profile = {**PROFILE, "kv_cache": {"dtype": bits}}
-        check_plan(own, {**MODEL, "adapters": {}}, profile, anatomy)
+        check_plan(own, {**MODEL, "adapters": {}}, profile, metadata)
 
 
 @tries(60)

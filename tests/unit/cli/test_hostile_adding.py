@@ -13,7 +13,7 @@ from spark_deploy.config.catalog.load import read_families
 from spark_deploy.config.checkout import read_mapping
 from spark_deploy.config.errors import SparkError
 from spark_deploy.config.settings.sources import HubSettings
-from spark_deploy.lock.headers import describe_repository, make_anatomy
+from spark_deploy.lock.headers import describe_repository, make_metadata
 from spark_deploy.lock.hub import ModelCard
 from tests import forked
 from tests.unit.checkpoint.builder_hub import Hub
@@ -56,9 +56,9 @@ def draft_with(hub, end, answer):
         result = describe_repository(
             f"{REPO}@main", HubSettings(endpoint=hub.url), all_documents=True
         )
-        anatomy = make_anatomy(REPO, result)
+        metadata = make_metadata(REPO, result)
         card, engines = ModelCard("mit", True, "text-generation"), shipped_catalog().engines
-        draft = make_draft(anatomy, result, card, engines, read_families(), "main")
+        draft = make_draft(metadata, result, card, engines, read_families(), "main")
     except SparkError as error:
         [problem] = error.problems
         assert problem.line.isprintable()

@@ -158,7 +158,7 @@ def test_mistake_in_the_hosts_file_is_reported(text, output, monkeypatch, capsys
     assert output in capsys.readouterr().err
 
 
-def test_draft_vocabulary_size_is_estimated_from_text_without_the_hub(monkeypatch, capsys):
+def test_draft_vocabulary_size_is_estimated_offline(monkeypatch, capsys):
     folder = init_folder("--host", "a=10.0.0.7", "--model", "qwen3.5-122b", "--profile", "v3")
     (folder / "answers.txt").write_text("Paris")
     monkeypatch.chdir(folder)

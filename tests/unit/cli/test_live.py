@@ -120,7 +120,7 @@ def test_top_starts_no_process_if_a_host_lacks_the_service(ssh, monkeypatch):
 
 
 @pytest.mark.parametrize(("width", "shows_power"), [(60, False), (80, False), (160, True)])
-def test_top_rows_fit_the_screen_and_keep_names_and_speed(width, shows_power):
+def test_rows_of_top_fit_the_screen_and_keep_names_and_speed(width, shows_power):
     load = live.Load("spark-kitchen-1.lan", 2, 1, 50.0, 0.8, 0.2, 2**33, 61, 48, "qwen3.5-122b")
     others = (live.compute_load(name, []) for name in ("spark-2", "spark-of-the-cellar.home.lan"))
     title, line, *more = rows(load, *others, width=width)

@@ -26,7 +26,7 @@ def share(root, choice, *extra):
 def share_online(root, out):
     run = command.share.callback.__wrapped__
     options = Options(inventory=str(root / "sparks.py"))
-    return int(run(options, choice="tiny/plain", out=str(out), unasked=False))
+    return int(run(options, choice="tiny/plain", out=str(out), offline=False))
 
 
 def release_of(root):
@@ -43,7 +43,7 @@ def shared(tmp_path_factory):
         site, path = make_site(root / "site", hub), root / "tiny.spark.yml"
         make_site(root / "other", hub)
         assert add(site, "org/tiny") == 0
-        assert share(site, "tiny/plain", "--unasked", "--out", str(path)) == 0
+        assert share(site, "tiny/plain", "--offline", "--out", str(path)) == 0
         yield root
 
 
@@ -85,7 +85,7 @@ def test_share_json_describes_the_file_and_missing_results(site, tmp_path, capsy
     settings = site / "group_vars/spark.yml"
     settings.write_text(f"{settings.read_text()}engine: {{max_sequences: 2}}\n")
     path = tmp_path / "a file.yml"
-    assert share(site, "tiny/plain", "--unasked", "--json", "--out", str(path)) == 0
+    assert share(site, "tiny/plain", "--offline", "--json", "--out", str(path)) == 0
     result = json.loads(capsys.readouterr().out)
     assert (result["file"], result["model"], result["profile"]) == (str(path), "tiny", "plain")
     assert result["sources"]["org/tiny"]["commit"] == COMMIT
@@ -98,7 +98,7 @@ def test_user_profile_is_shared_without_its_base_profile(site, other, tmp_path):
     mine = {"based_on": "plain", "summary": "Mine", "choose_when": "I do", "prefix_caching": True}
     (site / "catalog/profiles/mine.yml").write_text(yaml.safe_dump(mine))
     path = tmp_path / "x.yml"
-    assert share(site, "tiny/mine", "--unasked", "--out", str(path)) == 0
+    assert share(site, "tiny/mine", "--offline", "--out", str(path)) == 0
     assert add(other, str(path)) == 0
     profile = yaml.safe_load((other / "catalog/profiles/mine.yml").read_text())
     assert (profile["prefix_caching"], profile["load_format"]) == (True, "safetensors")
@@ -186,7 +186,7 @@ def test_secrets_in_settings_are_not_shared(site, file, monkeypatch):
         f"address: {CANARY}.example.org}}\n"
         f"engine: {{environment: {{STUB_NOTE: {CANARY}}}}}\n"
     )
-    assert share(site, "tiny/plain", "--unasked", "--out", str(file)) == 0
+    assert share(site, "tiny/plain", "--offline", "--out", str(file)) == 0
     assert CANARY not in file.read_text()
 
 
@@ -199,7 +199,7 @@ def test_share_rejects_secrets_in_a_catalog_file(site, file, key, secret, capsys
     data = yaml.safe_load(path.read_text())
     path.write_text(yaml.safe_dump({**data, key: secret}))
     file.unlink()
-    assert share(site, "tiny/plain", "--unasked", "--out", str(file)) == 1
+    assert share(site, "tiny/plain", "--offline", "--out", str(file)) == 1
     err = capsys.readouterr().err
     assert "looks like a secret" in err
     assert secret not in err

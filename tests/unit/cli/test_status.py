@@ -205,5 +205,5 @@ def test_status_shows_an_unreachable_host_on_one_line(lines):
 def test_status_shows_the_running_release_despite_invalid_settings(tmp_path):
     text = text_of(tmp_path, document(), target_of(tmp_path).with_model("no-such-model", "v2"))
     assert f"lab-stub with v2 as lab-model ({RELEASE})" in text
-    assert "the settings cannot be served: " in text
+    assert "these settings cannot be deployed: " in text
     assert "no-such-model" in text

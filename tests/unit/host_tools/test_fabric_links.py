@@ -111,7 +111,7 @@ def test_rejects_a_second_trial(trial):
     assert trial.log() == before
 
 
-def test_confirmed_trial_is_permanent(trial):
+def test_confirmed_network_settings_become_permanent(trial):
     run(trial, "confirm")
     run(trial, "confirm")
     run(trial, "restore", "--unconfirmed")

@@ -224,7 +224,7 @@ def serve_with(host, plan, fault=""):
     ],
     ids=["embedding", "ranking", "classes", "completion"],
 )
-def test_healthy_model_of_any_task_passes_its_checks(host, plan, names, live):
+def test_healthy_model_for_any_task_passes_its_checks(host, plan, names, live):
     release = serve_with(host, plan)
     result = check(host, release)
     assert result.ok, result.failed

@@ -236,7 +236,7 @@ def names_that_stay(paths):
 
 
 @pytest.mark.parametrize(
-    "name", ["quantiser", "quantiser-{}", "site", "site-{}", "{}", ".{}.pruned", "{}.new"]
+    "name", ["quantizer", "quantizer-{}", "site", "site-{}", "{}", ".{}.pruned", "{}.new"]
 )
 def test_removes_every_version_of_the_tools(tmp_path, name):
     (tmp_path / "usr/local/lib/spark" / name.format("0123456789ab")).mkdir(parents=True)

@@ -297,7 +297,7 @@ def test_sensors_give_no_sample_without_nvidia_smi(monkeypatch):
     assert sensors.read() is None
 
 
-def test_temperature_around_the_limit_records_two_events(alarms):
+def test_temperature_fluctuating_around_the_limit_causes_only_two_events(alarms):
     events = []
     for celsius in (85, 91, 93, 89, 91, 84):
         events += alarms.events(Reading(celsius, 2400, None, None))

@@ -150,7 +150,7 @@ def test_update_adds_verified_names_to_an_older_lock(hub, here, capsys):
     assert path.read_text() == whole
 
 
-@pytest.mark.parametrize("by_up", [True, False], ids=["up", "update --counted"])
+@pytest.mark.parametrize("by_up", [True, False], ids=["up", "update --from-hosts"])
 def test_locks_hash_of_donor_tensors_after_first_build(here, capsys, monkeypatch, by_up):
     path = here / "spark.lock.yml"
     assert main(["update", "--missing", "inventory.py"]) == 0
@@ -168,7 +168,7 @@ def test_locks_hash_of_donor_tensors_after_first_build(here, capsys, monkeypatch
         if by_up:
             update.lock_donor_tensors(select_hosts(Options(inventory="inventory.py")))
             return 0
-        return main(["update", "--missing", "--counted", "inventory.py"])
+        return main(["update", "--missing", "--from-hosts", "inventory.py"])
 
     monkeypatch.setattr(update, "query_or_note", answer)
     assert read_hosts() == 0

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from spark_deploy.config.catalog.architecture import Anatomy
+from spark_deploy.config.catalog.architecture import RepoMetadata
 from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.catalog.model import HybridModel, PlainModel
 from spark_deploy.config.catalog.types import Catalog
@@ -115,8 +115,10 @@ def made_up_lock(settings: Settings, catalog: Catalog) -> Lock:
         LockedImage(name, f"sha256:{sha('sha256', name)}", 9_800_000_000)
         for name in sorted(wanted.images)
     ]
-    anatomies = [Anatomy(repository=source.repo, commit=source.commit) for source in sources]
-    return EMPTY_LOCK.with_entries(sources, images, anatomies=anatomies)
+    repo_metadata = [
+        RepoMetadata(repository=source.repo, commit=source.commit) for source in sources
+    ]
+    return EMPTY_LOCK.with_entries(sources, images, repo_metadata=repo_metadata)
 
 
 def sha(kind: str, text: str) -> str:

@@ -73,7 +73,7 @@ def test_both_interfaces_on_a_cable_connect_to_the_peer():
     }
 
 
-def test_each_rank_gets_its_index_interface_and_devices():
+def test_each_rank_gets_its_index_and_its_interface_and_devices():
     head, worker = plan_on("spark-2", FABRIC).release.cluster.members
     port = str(plan_on("spark-1", FABRIC).release.cluster.port)
     assert head.argv == (

@@ -5,7 +5,7 @@ import pytest
 from spark_contract.documents import parse, to_json
 from spark_contract.release import Release
 
-from spark_deploy.config.catalog.architecture import Anatomy, CacheLayers
+from spark_deploy.config.catalog.architecture import CacheLayers, RepoMetadata
 from spark_deploy.config.catalog.profile import Adapter, Speculation
 from spark_deploy.config.documents import GIB
 from spark_deploy.config.errors import PlanError
@@ -14,14 +14,14 @@ from spark_deploy.plan.jobs import keep_list, plan_jobs
 from spark_deploy.plan.kv_cache import cache_shape
 from spark_deploy.plan.resolve import Request
 from tests.unit.planning.plans import PAYLOAD, made_up_lock, settings_of
-from tests.unit.planning.test_plain import ANATOMY, MODEL, REPO, catalog_of
+from tests.unit.planning.test_plain import METADATA, MODEL, REPO, catalog_of
 
 DRAFT = "org/drafter"
 DRAFTER = replace(
-    ANATOMY, repository=DRAFT, weights={"BF16": GIB}, vision_bytes=0, drafter_bytes=0,
+    METADATA, repository=DRAFT, weights={"BF16": GIB}, vision_bytes=0, drafter_bytes=0,
     cache=(CacheLayers(kind="full", layers=2, token_bytes=4096),),
 )  # fmt: skip
-LORA = Anatomy(repository="org/lora", commit="0" * 40, weights={"F32": 48 << 20})
+LORA = RepoMetadata(repository="org/lora", commit="0" * 40, weights={"F32": 48 << 20})
 ADAPTED = replace(MODEL, adapters={"law": Adapter(repository="org/lora", rank=48)})
 EAGLE = Speculation(method="eagle3", tokens=3, repository=DRAFT)
 
@@ -34,17 +34,17 @@ def catalog_with(model, drafts=None, options=None):
 
 
 def make_plan(
-    drafts=None, model=MODEL, anatomies=(ANATOMY, DRAFTER, LORA), options=None, **settings
+    drafts=None, model=MODEL, repo_metadata=(METADATA, DRAFTER, LORA), options=None, **settings
 ):
     chosen = replace(settings_of(**settings), model="dense", profile="plain")
     catalog = catalog_with(model, drafts, options)
     lock = made_up_lock(chosen, catalog)
     known = {
-        anatomy.repository: replace(anatomy, commit=lock.sources[anatomy.repository].commit)
-        for anatomy in anatomies
-        if anatomy.repository in lock.sources
+        metadata.repository: replace(metadata, commit=lock.sources[metadata.repository].commit)
+        for metadata in repo_metadata
+        if metadata.repository in lock.sources
     }
-    lock = replace(lock, anatomies=known)
+    lock = replace(lock, repo_metadata=known)
     return plan_host(Request("a", chosen, catalog, lock, PAYLOAD))
 
 
@@ -77,7 +77,7 @@ def test_drafter_is_downloaded_mounted_and_counted_in_the_memory_plan(method):
 
 def test_cache_size_is_unknown_if_the_drafter_cache_is_unknown():
     unknown = replace(DRAFTER, cache=(), cache_unknown="layers of x are unknown")
-    memory = make_plan(EAGLE, anatomies=(ANATOMY, unknown)).memory
+    memory = make_plan(EAGLE, repo_metadata=(METADATA, unknown)).memory
     assert memory.kv_tokens is None
     assert memory.unknown == ("KV cache of the drafter per token: layers of x are unknown",)
 

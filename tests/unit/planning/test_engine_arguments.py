@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from spark_deploy.config.catalog.architecture import Anatomy
+from spark_deploy.config.catalog.architecture import RepoMetadata
 from spark_deploy.config.catalog.model import PlainModel
 from spark_deploy.config.errors import PlanError
 from spark_deploy.plan.engine_arguments import (
@@ -135,10 +135,10 @@ def test_required_log_line_matches_only_the_pinned_kernel():
         assert not re.search(TRITON_EXPERTS_LINE, line)
 
 
-def plain(**anatomy):
+def plain(**metadata):
     return PlainModel(
         name="x", kind="plain", summary="x", choose_when="x", repository="org/x",
-        anatomy=Anatomy(repository="org/x", commit="0" * 40, **anatomy),
+        metadata=RepoMetadata(repository="org/x", commit="0" * 40, **metadata),
     )  # fmt: skip
 
 
@@ -148,7 +148,7 @@ def plain(**anatomy):
         (plain(expert_width=768), True),
         (plain(expert_width=768, quantization="fp8"), False),
         (plain(), False),
-        (replace(plain(), anatomy=None), False),
+        (replace(plain(), metadata=None), False),
     ],
     ids=["16-bit experts", "quantised experts", "dense", "unknown"],
 )

@@ -177,7 +177,7 @@ def test_kept_ready_models_need_disk_images_and_locked_names():
     assert any("small" in repo for repo, _ in wanted.sources)
 
 
-def test_rejects_kept_ready_model_that_cannot_be_served():
+def test_rejects_keep_ready_model_that_cannot_be_served():
     refusals = problems(keep_ready=[{"model": "huge", "profile": "v2"}])
     assert refusals
     assert all("keep_ready huge with v2" in problem.where for problem in refusals)

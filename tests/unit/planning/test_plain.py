@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from spark_deploy.config.catalog.architecture import Anatomy, CacheLayers, MeasuredCache
+from spark_deploy.config.catalog.architecture import CacheLayers, MeasuredCache, RepoMetadata
 from spark_deploy.config.catalog.model import Parsers, PlainModel
 from spark_deploy.config.documents import GIB
 from spark_deploy.config.errors import PlanError
@@ -15,7 +15,7 @@ from tests.unit.planning.plans import CATALOG, PAYLOAD, made_up_lock, settings_o
 
 REPO = "org/dense"
 FULL = CacheLayers(kind="full", layers=32, token_bytes=4096)
-ANATOMY = Anatomy(
+METADATA = RepoMetadata(
     repository=REPO, commit="0" * 40, architecture="LlamaForCausalLM", model_type="llama",
     weights={"BF16": 16 * GIB}, vision_bytes=GIB, drafter_bytes=2 * GIB, context_tokens=131072,
     width=4096, cache=(FULL,),
@@ -35,7 +35,7 @@ def catalog_of(model):
     return replace(CATALOG, models={**CATALOG.models, "dense": model}, profiles=profiles)
 
 
-def make_plan(model=MODEL, anatomy=ANATOMY, profile="plain", **settings):
+def make_plan(model=MODEL, metadata=METADATA, profile="plain", **settings):
     chosen = replace(settings_of(**settings), model="dense", profile=profile)
     catalog = catalog_of(model)
     lock = made_up_lock(chosen, catalog)
@@ -43,8 +43,10 @@ def make_plan(model=MODEL, anatomy=ANATOMY, profile="plain", **settings):
     large = (SourceFile("model.safetensors", 17 * GIB, sha256="a" * 64),
              SourceFile("original/model.safetensors", 17 * GIB, sha256="b" * 64))  # fmt: skip
     source = replace(source, files=(*source.files, *large))
-    anatomies = {REPO: replace(anatomy, repository=REPO, commit=source.commit)} if anatomy else {}
-    lock = replace(lock.with_entries([source]), anatomies=anatomies)
+    repo_metadata = (
+        {REPO: replace(metadata, repository=REPO, commit=source.commit)} if metadata else {}
+    )
+    lock = replace(lock.with_entries([source]), repo_metadata=repo_metadata)
     return plan_host(Request("a", chosen, catalog, lock, PAYLOAD))
 
 
@@ -89,7 +91,7 @@ def test_vision_tower_is_loaded_only_with_vision():
 def test_fp8_cache_halves_block_size():
     profile = catalog_of(MODEL).profile("plain", "dense")
     narrow = replace(profile, kv_cache=replace(profile.kv_cache, dtype="fp8"))
-    shapes = [cache_shape(replace(MODEL, anatomy=ANATOMY), p) for p in (profile, narrow)]
+    shapes = [cache_shape(replace(MODEL, metadata=METADATA), p) for p in (profile, narrow)]
     assert shapes[0].block_bytes == 2 * shapes[1].block_bytes
 
 
@@ -97,40 +99,40 @@ def test_sliding_window_cache_holds_the_window_and_one_step():
     cache = tuple(replace(FULL, kind=kind, layers=16, window_tokens=window)
                   for kind, window in (("full", 0), ("sliding", 1024)))  # fmt: skip
     profile = catalog_of(MODEL).profile("plain", "dense")
-    shape = cache_shape(replace(MODEL, anatomy=replace(ANATOMY, cache=cache)), profile)
+    shape = cache_shape(replace(MODEL, metadata=replace(METADATA, cache=cache)), profile)
     assert shape.block_bytes == 16 * 16 * 4096
     step = profile.limits.max_batched_tokens
     assert shape.request_blocks(131072) == 131072 // 16 + (1024 + step) // 16 + 1
 
 
-UNKNOWN = replace(ANATOMY, cache=(), cache_unknown="layers of odd are unknown")
+UNKNOWN = replace(METADATA, cache=(), cache_unknown="layers of odd are unknown")
 
 
 def test_unknown_cache_size_is_reported_and_limited_by_memory_fraction():
-    memory = make_plan(anatomy=UNKNOWN).memory
+    memory = make_plan(metadata=UNKNOWN).memory
     assert (memory.kv_tokens, memory.full_context_users) == (None, None)
     assert memory.unknown == ("KV cache per token: layers of odd are unknown",)
     assert memory.needed_bytes == make_plan().memory.needed_bytes
-    pinned = make_plan(anatomy=UNKNOWN, **{"engine.kv_cache_gib": 8}).memory
+    pinned = make_plan(metadata=UNKNOWN, **{"engine.kv_cache_gib": 8}).memory
     assert pinned.kv_cache_bytes == 8 * GIB
 
 
 def test_rejects_unread_headers_and_weights_that_do_not_fit():
-    assert "run `spark-deploy update --missing`" in refused(anatomy=None)
+    assert "run `spark-deploy update --missing`" in refused(metadata=None)
     large = replace(UNKNOWN, weights={"BF16": 200 * GIB})
-    assert "does not fit on one host" in refused(anatomy=large)
+    assert "does not fit on one host" in refused(metadata=large)
 
 
 def test_rejects_architecture_that_engine_does_not_list():
-    unlisted = replace(ANATOMY, architecture="NobodyForCausalLM")
-    assert "NobodyForCausalLM" in refused(anatomy=unlisted, **{"images.engine": V033})
-    newer = replace(ANATOMY, architecture="DoryForCausalLM")
-    make_plan(anatomy=newer, **{"images.engine": V033})
+    unlisted = replace(METADATA, architecture="NobodyForCausalLM")
+    assert "NobodyForCausalLM" in refused(metadata=unlisted, **{"images.engine": V033})
+    newer = replace(METADATA, architecture="DoryForCausalLM")
+    make_plan(metadata=newer, **{"images.engine": V033})
     v030 = {"images.engine": "registry.example/vllm:v0.30.0"}
-    assert "use an image with vLLM 0.33.0" in refused(anatomy=newer, **v030)
-    make_plan(anatomy=unlisted, **{"images.engine": "registry.example/vllm:nightly"})
+    assert "use an image with vLLM 0.33.0" in refused(metadata=newer, **v030)
+    make_plan(metadata=unlisted, **{"images.engine": "registry.example/vllm:nightly"})
     make_plan(
-        anatomy=unlisted, **{"images.engine": V033, "engine.options.model-impl": "transformers"}
+        metadata=unlisted, **{"images.engine": V033, "engine.options.model-impl": "transformers"}
     )
 
 
@@ -152,15 +154,15 @@ def test_valid_settings_have_no_problems_without_a_lock_file():
     assert plan_problems(settings, catalog_of(MODEL)) == []
 
 
-COUNTED = MeasuredCache(
+MEASURED = MeasuredCache(
     kv_cache="auto", context_tokens=131072, token_bytes=10_000, by="spark-1, main-abc, engine 1"
 )
 
 
 def test_measured_cache_size_replaces_an_unknown_size():
     blind, measured = (
-        make_plan(anatomy=UNKNOWN),
-        make_plan(anatomy=replace(UNKNOWN, counted=COUNTED)),
+        make_plan(metadata=UNKNOWN),
+        make_plan(metadata=replace(UNKNOWN, measured=MEASURED)),
     )
     memory = measured.memory
     assert memory.kv_tokens == pytest.approx(memory.kv_cache_bytes / 10_000, rel=0.001)
@@ -170,16 +172,19 @@ def test_measured_cache_size_replaces_an_unknown_size():
 
 
 @pytest.mark.parametrize(
-    "anatomy",
-    [replace(UNKNOWN, counted=replace(COUNTED, kv_cache="fp8")), replace(ANATOMY, counted=COUNTED)],
+    "metadata",
+    [
+        replace(UNKNOWN, measured=replace(MEASURED, kv_cache="fp8")),
+        replace(METADATA, measured=MEASURED),
+    ],
     ids=["other cache type", "computed cache"],
 )
-def test_ignores_measured_cache_size_that_does_not_apply(anatomy):
-    assert make_plan(anatomy=anatomy).memory.measured_by == ""
+def test_ignores_measured_cache_size_that_does_not_apply(metadata):
+    assert make_plan(metadata=metadata).memory.measured_by == ""
 
 
 def test_rejects_narrow_experts_with_grouped_scales():
     for quantization in ("", "fp8"):
-        make_plan(anatomy=replace(ANATOMY, expert_width=64, quantization=quantization))
-    grouped = replace(ANATOMY, expert_width=64, quantization="gptq, 4 bit")
-    assert "experts-of-one-group" in refused(anatomy=grouped)
+        make_plan(metadata=replace(METADATA, expert_width=64, quantization=quantization))
+    grouped = replace(METADATA, expert_width=64, quantization="gptq, 4 bit")
+    assert "experts-of-one-group" in refused(metadata=grouped)

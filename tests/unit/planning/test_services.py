@@ -9,7 +9,7 @@ from spark_contract.documents import parse, to_json
 from spark_contract.release import Release, parse_service
 
 from spark_deploy.cli.plan_text import plan_lines
-from spark_deploy.config.catalog.architecture import Anatomy, CacheLayers
+from spark_deploy.config.catalog.architecture import CacheLayers, RepoMetadata
 from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.documents import GIB
@@ -227,14 +227,14 @@ RERANKER = {
     "repository": "BAAI/bge-reranker-v2-m3",
 }  # fmt: skip
 # As large as published: 0.6 billion weights of 16 bits, and as many of 32 bits.
-ANATOMIES = {
-    "jinaai/jina-embeddings-v5-text-small-retrieval": Anatomy(
+REPO_METADATA = {
+    "jinaai/jina-embeddings-v5-text-small-retrieval": RepoMetadata(
         repository="", commit="", architecture="JinaEmbeddingsV5Model", model_type="qwen3",
         width=1024,
         weights={"BF16": 1_200_000_000}, context_tokens=32768,
         cache=(CacheLayers(kind="full", layers=28, token_bytes=4096),),
     ),
-    "BAAI/bge-reranker-v2-m3": Anatomy(
+    "BAAI/bge-reranker-v2-m3": RepoMetadata(
         repository="", commit="", architecture="XLMRobertaForSequenceClassification",
         model_type="xlm-roberta", width=1024, weights={"F32": 2_270_000_000}, context_tokens=8192,
         cache=(),
@@ -253,11 +253,11 @@ def test_documented_example_of_several_services_fits_on_one_spark(tmp_path):
     settings = load_hosts({"spark": ["a"]}, root=tmp_path, overrides=overrides)["a"].settings
     lock = made_up_lock(settings, catalog)
     commits = {source.repo: source.commit for source in lock.sources.values()}
-    anatomies = {
-        repository: replace(anatomy, repository=repository, commit=commits[repository])
-        for repository, anatomy in ANATOMIES.items()
+    repo_metadata = {
+        repository: replace(metadata, repository=repository, commit=commits[repository])
+        for repository, metadata in REPO_METADATA.items()
     }
-    lock = replace(lock, anatomies={**lock.anatomies, **anatomies})
+    lock = replace(lock, repo_metadata={**lock.repo_metadata, **repo_metadata})
     plan = plan_host(Request("a", settings, catalog, lock, PAYLOAD))
     names = plan.gateway.settings.names
     assert (names["embed"], names["rerank"]) == (("embedder",), ("reranker",))

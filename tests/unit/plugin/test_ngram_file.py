@@ -203,7 +203,7 @@ def test_row_outside_the_table_raises_an_error(table_file, row):
         read(table_file, [5, row])
 
 
-def test_verified_blocks_are_checked_once(table_file, monkeypatch):
+def test_each_block_is_verified_only_once(table_file, monkeypatch):
     table, _ = read(table_file, [0], cache_bytes=98)
     calls = []
     own = zlib.crc32

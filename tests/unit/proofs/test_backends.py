@@ -51,10 +51,10 @@ def bf16_plan():
     model, profile = SERVED["plain of a BF16 repository"]
     settings = replace(Settings(), model=model, profile=profile)
     lock = made_up_lock(settings, shipped_catalog())
-    anatomies = {
-        name: replace(anatomy, expert_width=768) for name, anatomy in lock.anatomies.items()
+    repo_metadata = {
+        name: replace(metadata, expert_width=768) for name, metadata in lock.repo_metadata.items()
     }
-    lock = replace(lock, anatomies=anatomies)
+    lock = replace(lock, repo_metadata=repo_metadata)
     return plan_host(Request("a", settings, shipped_catalog(), lock, PAYLOAD))
 
 

@@ -87,7 +87,7 @@ def test_report_lists_a_host_without_host_tools():
     assert older.serving.engine.lines == ()
 
 
-def test_report_from_stub_packages_or_other_gpus_closes_no_open_question():
+def test_report_made_with_stubs_or_other_gpus_does_not_close_open_questions():
     assert report_of().is_spark
     stubbed = report_of(data_of(stubs=["ii  labstub-driver 580.159.03+labstub"]))
     other = with_answers(replace(report_of(), versions={"gpu": "NVIDIA H200"}))

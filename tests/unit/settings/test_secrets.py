@@ -5,7 +5,7 @@ from spark_deploy.config.settings.load import read_secret
 from spark_deploy.config.settings.patterns import SecretRef
 
 
-def test_reads_secret_from_environment_variable_file_or_command(tmp_path, monkeypatch):
+def test_reads_secret_from_file_command_or_environment_variable(tmp_path, monkeypatch):
     monkeypatch.setenv("MY_KEY", "one\n")
     (tmp_path / "key").write_text("two\nnot this line\n")
     assert read_secret(SecretRef(env="MY_KEY"), setting="x") == "one"

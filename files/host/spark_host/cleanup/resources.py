@@ -23,10 +23,10 @@ from spark_host.system.host import read_document
 _UNFINISHED = re.compile(r"^(?:\.(?P<hidden>.+)\.(?:partial|pruned)|(?P<plain>.+)\.damaged)$")
 _PRUNED = ".pruned"
 OLD_TOOLS = re.compile(
-    rf"^(site-|quantiser-)?{DIGEST12}(\.new)?$|^\.(site-|quantiser-)?{DIGEST12}\{_PRUNED}$"
+    rf"^(site-|quantizer-)?{DIGEST12}(\.new)?$|^\.(site-|quantizer-)?{DIGEST12}\{_PRUNED}$"
     r"|^\.new-\w+$"
 )
-LINKED_TOOLS = ("current", "site", "quantiser")
+LINKED_TOOLS = ("current", "site", "quantizer")
 
 
 @dataclass(frozen=True, slots=True)

@@ -246,7 +246,10 @@ class Engine:
         except (ConnectionRefusedError, FileNotFoundError) as error:
             # vLLM listens after it has loaded the model.
             raise EngineError("no process is listening on the engine's socket") from error
-        except (TimeoutError, BlockingIOError) as error:  # BlockingIOError: the queue is full
+        except (
+            TimeoutError,
+            BlockingIOError,
+        ) as error:  # the backlog is full
             raise EngineTimeoutError(f"{method} {path}: no response in time") from error
         except (OSError, HTTPException, HostToolError, ValueError) as error:
             raise EngineError(f"{method} {path}: {type(error).__name__}: {error}") from error

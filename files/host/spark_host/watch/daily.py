@@ -146,7 +146,7 @@ def _clock(running: list[Release], host: Host) -> Iterator[Problem]:
         age_s = _proof_age_s(boot.read_proof(release.name, host))
         if age_s is not None and age_s < -_MAX_CLOCK_ERROR_S:
             hours = -age_s / 3600
-            message = f"went back: {release.name} was checked {hours:.0f} h in the future"
+            message = f"went back: {release.name} has its last check {hours:.0f} h in the future"
             yield Problem("clock", message, "correct the clock, then run `spark-check`")
 
 

@@ -116,5 +116,5 @@ def _require(is_valid: bool, key: str, config: Mapping[str, Any], accepted: obje
         text = text if len(text) < 80 else text[:77] + "..."
         raise ValueError(
             f"config.json: quantization_config.{key}: {text}, expected {accepted}; "
-            "fix: build the checkpoint again with this version"
+            "fix: build the checkpoint again with the installed version of dgx-spark-deploy"
         )

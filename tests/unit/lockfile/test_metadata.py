@@ -11,7 +11,7 @@ from spark_deploy.config.errors import LockError
 from spark_deploy.config.settings.load import load_hosts
 from spark_deploy.inventory.plans import unread_repositories, verified_lock, verify_names
 from spark_deploy.lock import hub as lookup
-from spark_deploy.lock.headers import make_anatomy
+from spark_deploy.lock.headers import make_metadata
 from spark_deploy.lock.resolve import read_lock, validate_lock, write_lock
 from spark_deploy.lock.types import EMPTY_LOCK
 from tests.unit.hostile import accepted_or_refused, hostile, tries
@@ -53,9 +53,9 @@ def describe(config, parts=None):
     )
 
 
-def read_anatomy(**changes):
+def read_metadata(**changes):
     config = {key: value for key, value in {**QWEN3, **changes}.items() if value != "removed"}
-    return make_anatomy(REPO, describe(config))
+    return make_metadata(REPO, describe(config))
 
 
 def settings_for(hub, tmp_path, **changes):
@@ -70,7 +70,7 @@ def test_sums_weights_by_part_and_dtype(hub, tmp_path):
     lock = EMPTY_LOCK.with_entries([lookup.look_up_repo(hub.url, REPO, "main", None)])
     hub.requests.clear()
     lock = verify_names(settings_for(hub, tmp_path), CATALOG_OF_ONE, lock, lambda text: None)
-    result = lock.anatomies[REPO]
+    result = lock.repo_metadata[REPO]
     assert result.weights == {"BF16": 100 * 64 * 2, "F8_E4M3": 64 * 64}
     assert (result.vision_bytes, result.drafter_bytes) == (140, 200 + 60)
     assert result.architecture == "Qwen3ForCausalLM"
@@ -78,7 +78,7 @@ def test_sums_weights_by_part_and_dtype(hub, tmp_path):
     write_lock(tmp_path / "spark.lock.yml", lock)
     assert read_lock(tmp_path / "spark.lock.yml") == lock
     moved = dataclasses.replace(lock.sources[REPO], commit="4" * 40)
-    assert lock.with_entries([moved]).anatomies == {}
+    assert lock.with_entries([moved]).repo_metadata == {}
 
 
 def test_requiring_a_lock_rejects_repositories_with_unread_headers(hub, tmp_path):
@@ -106,12 +106,12 @@ def test_weights_of_excluded_files_are_not_counted(hub, tmp_path):
     settings, say = settings_for(hub, tmp_path), list[str]().append
     lock = EMPTY_LOCK.with_entries([lookup.look_up_repo(hub.url, REPO, "main", None)])
     lock = verify_names(settings, CATALOG_OF_ONE, lock, say)
-    assert lock.anatomies[REPO].repeats_names
+    assert lock.repo_metadata[REPO].repeats_names
     model = dataclasses.replace(MODEL, leave_out=("consolidated*",))
     models = {**CATALOG_OF_ONE.models, "tiny": model}
     catalog = dataclasses.replace(CATALOG_OF_ONE, models=models)
     lock = verify_names(settings, catalog, lock, say)
-    assert not lock.anatomies[REPO].repeats_names
+    assert not lock.repo_metadata[REPO].repeats_names
     assert not list(unread_repositories(settings, catalog, lock))
 
 
@@ -144,7 +144,7 @@ CACHES = {
 @pytest.mark.parametrize("kind", CACHES)
 def test_computes_cache_size_per_layer_type(kind):
     changes, expected = CACHES[kind]
-    result = read_anatomy(**changes)
+    result = read_metadata(**changes)
     fields = ("kind", "layers", "token_bytes", "window_tokens", "state_bytes")
     assert [tuple(getattr(item, name) for name in fields) for item in result.cache] == expected
     assert result.cache_unknown == ""
@@ -164,7 +164,7 @@ UNKNOWN = {
 @pytest.mark.parametrize("case", UNKNOWN)
 def test_reports_why_the_cache_size_is_unknown(case):
     changes, reason = UNKNOWN[case]
-    result = read_anatomy(**changes)
+    result = read_metadata(**changes)
     assert reason in result.cache_unknown
     assert result.cache == ()
 
@@ -176,7 +176,7 @@ IMPOSSIBLE = ({"num_hidden_layers": -3}, {"head_dim": 2**80}, {"num_key_value_he
 @pytest.mark.parametrize("changes", IMPOSSIBLE, ids=str)
 def test_rejects_out_of_range_numbers_in_config_json(changes):
     with pytest.raises(LockError) as refused:
-        read_anatomy(**changes)
+        read_metadata(**changes)
     [problem] = refused.value.problems
     [name] = changes
     assert problem.what.startswith(f"{name} is ")
@@ -210,10 +210,10 @@ def test_any_config_json_is_read_or_rejected(text):
     if not isinstance(config, dict):
         return
     with accepted_or_refused(in_one_line=True):
-        anatomy = make_anatomy(REPO, describe(config))
+        metadata = make_metadata(REPO, describe(config))
         source = lookup._make_source("here", REPO, "main", _Info)
-        lock = validate_lock(EMPTY_LOCK.with_entries([source], anatomies=[anatomy]))
-        assert str(lock.anatomies[REPO]).isprintable()
+        lock = validate_lock(EMPTY_LOCK.with_entries([source], repo_metadata=[metadata]))
+        assert str(lock.repo_metadata[REPO]).isprintable()
 
 
 class _Info:
