@@ -128,7 +128,7 @@ def create_account(plan: BootstrapPlan, password: HiddenValue | None) -> Command
 
 
 def _account_script(public_key: str, line: str) -> str:
-    """Return a script that creates the account. Root owns its key file, so the account cannot."""
+    """Return a script that creates the account. Root owns its key file: it cannot add keys."""
     return f"""set -e; umask 022
 if ! getent passwd {ACCOUNT} >/dev/null; then
   useradd --system --user-group --no-create-home --home-dir {ACCOUNT_HOME} --shell /bin/sh \\
