@@ -106,7 +106,7 @@ def test_tls_requires_expose_lan(root, expose):
 WRONG = {
     "profil: v2": "did you mean profile?",
     "port: 80": "did you mean serve.port?",
-    "proxy: {url: 'http://ann:p/w@rd@proxy:3128'}": 'proxy.url: "http://...@proxy:3128" matches none',
+    "proxy: {url: 'http://ann:p/w@rd@proxy:3128'}": 'http://...@proxy:3128" matches none',
     "allow_containers: {comfyui: -1}": "allow_containers.comfyui: -1 is less than the minimum of 0",
     'docker: {users: ["ann; reboot"]}': 'docker.users[0]: "ann; reboot" does not have',
     "profile: v9": f"unknown profile 'v9' (known: {', '.join(catalog_files('profiles'))})",
