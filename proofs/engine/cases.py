@@ -99,7 +99,7 @@ def nan_cases() -> list[tuple[dict[str, Any], str]]:
         "wide-overlay-head8": {
             "nan-head-scale": "lm_head.scales",
             "head-group-512": "lm_head.scales",
-            "head-512": "lm_head: logits of size ",
+            "head-512": "lm_head: logits of magnitude ",
         },
     }
     return [
