@@ -182,7 +182,7 @@ def is_open(port: int) -> bool:
 
 @contextmanager
 def sample_host(login: Login) -> Iterator[list[Sample]]:
-    """Sample the host every second; the list is filled when the context ends."""
+    """Sample the host every second; the list is filled when the context closes."""
     samples: list[Sample] = []
     with tempfile.TemporaryFile("w+") as out:
         process = subprocess.Popen(login.argv(_SAMPLE_SCRIPT), stdin=subprocess.DEVNULL, stdout=out)

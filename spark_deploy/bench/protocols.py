@@ -192,7 +192,7 @@ def measure_grid(
     python: str, endpoint: Endpoint, tokenizer: Path, grid: Grid, result: Path,
     extra_options: Sequence[str],
 ) -> tuple[str, tuple[Cell, ...]]:  # fmt: skip
-    """Run llama-benchy, which writes the ``result`` file; return its version and the cases."""
+    """Run llama-benchy, which writes the ``result`` file; return the version and the cases."""
     options = [
         "--base-url", endpoint.base_url, "--model", endpoint.model, "--tokenizer", str(tokenizer),
         "--pp", str(grid.prompt_tokens), "--tg", str(grid.answer_tokens),

@@ -180,7 +180,7 @@ def host_table(results: Sequence[BenchResult]) -> Rows:
 
 
 def _compare(values: Sequence[float | None], digits: int = 1) -> list[str]:
-    """Format the values, each with its difference from the first."""
+    """Format the values, each with the difference from the first."""
     first, texts = values[0], [_format_number(value, digits) for value in values]
     for index, value in enumerate(values[1:], 1):
         if first and value is not None:

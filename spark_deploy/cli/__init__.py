@@ -1,4 +1,4 @@
-"""``spark-deploy``: the names and help texts of its commands, which are click commands."""
+"""``spark-deploy``: the names and help texts of the commands, which are click commands."""
 
 import errno
 import importlib

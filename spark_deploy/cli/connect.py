@@ -188,7 +188,7 @@ def make_connection(
     sudo = ["sudo"] if host.data["_sudo"] else []
     read_key = shlex.join([*login, *sudo, "cat", plan.settings.key_path])
     urls = base_urls(plan)
-    # The last URL has the most clients, unless only this host can use it or its address is unknown.
+    # The last URL has the most clients, unless only this host can use it or the address is unknown.
     is_local = plan.settings.expose == "docker" or (len(urls) > 1 and not plan.address)
     base_url, users = urls[0] if is_local else urls[-1]
     tunnel, port = None, plan.settings.port

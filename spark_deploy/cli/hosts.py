@@ -99,7 +99,7 @@ def select_hosts(options: Options, *, must_serve: bool = True, deploy: str = "")
 
 
 def inventory_path(options: Options) -> Path:
-    """Return ``--inventory``, or the first inventory in this directory and its parents."""
+    """Return ``--inventory``, or the first inventory in this directory or a parent."""
     default = Path("inventory/spark.py")
     if options.inventory:
         given = Path(options.inventory)
@@ -257,7 +257,7 @@ def query(
 def query_or_note(
     hosts: Sequence[Target], read: Callable[[Host, Target], T | None]
 ) -> Iterator[tuple[Target, T]]:
-    """Yield the hosts that answered, each with its value; print the problems of the others."""
+    """Yield the hosts that answered, each with a value; print the problems of the rest."""
     for answer in query(hosts, read):
         if answer.value is None:
             note(f"{answer.host.name}: {answer.problem}")

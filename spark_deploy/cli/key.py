@@ -87,7 +87,7 @@ def _revoke(options: Options, name: str) -> int:
 
 
 def _apply(options: Options) -> int:
-    """Deploy the named keys from the changed settings; print nothing to standard output."""
+    """Deploy the named keys from the changed settings; do not print to standard output."""
     hosts = select_hosts(options, must_serve=False)
     print_command(pyinfra_command("key", options, [host.name for host in hosts], ["-y"]))
     code = deploy("key", hosts, replace(options, json=True))

@@ -110,7 +110,7 @@ def parse_journal(host: str, lines: Iterable[str]) -> Iterator[LogLine]:
 
 
 def _read_all(processes: dict[str, subprocess.Popen[str]]) -> Iterator[LogLine]:
-    """Yield lines as they arrive, until every journal has ended."""
+    """Yield lines as they arrive, until every journal is complete."""
     lines: queue.Queue[LogLine | None] = queue.Queue()
 
     def read(name: str, process: subprocess.Popen[str]) -> None:
@@ -120,7 +120,7 @@ def _read_all(processes: dict[str, subprocess.Popen[str]]) -> Iterator[LogLine]:
 
     for name_and_process in processes.items():
         threading.Thread(target=read, args=name_and_process, daemon=True).start()
-    for _ in processes:  # each thread puts None when its journal ends
+    for _ in processes:  # each thread puts None at the end of the journal
         yield from iter(lines.get, None)
 
 

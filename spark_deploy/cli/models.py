@@ -264,7 +264,7 @@ def _comment(text: str) -> list[str]:
 
 
 def write_files(root: Path, texts: Mapping[tuple[str, str], str], *, force: bool) -> list[Path]:
-    """Write catalog files with these texts by kind and name, or no file if one is invalid."""
+    """Write catalog files with these texts by kind and name, or no file if any is invalid."""
     paths = {(kind, name): root / "catalog" / kind / f"{name}.yml" for kind, name in texts}
     if not force:
         _reject_existing(paths)

@@ -71,7 +71,7 @@ class HostView:
         return [line for line in self.notes if not (_ROLLOUT.match(line) or _JOB.match(line))]
 
     def line(self) -> tuple[str, str]:
-        """Return the step or task to show, and its progress."""
+        """Return the step or task to show, and the progress."""
         if self.failed_step:
             return f"FAILED in {self.failed_step}", ""
         if self.is_done:
@@ -151,7 +151,7 @@ class Transcript:
             self.hosts[host].steps += 1
 
     def fail_operation(self, name: str, now_s: float) -> list[str]:
-        """Mark the host as failed; return its headline, or all results if there is none."""
+        """Mark the host as failed; return a headline, or all results if there is none."""
         self.end_operation(name, now_s)
         host = self.hosts[name]
         host.failed_step = host.step
@@ -233,7 +233,7 @@ class Watcher(BaseStateCallback):
 
 
 def watch(run: Callable[[Watcher], int], hosts: Sequence[str], log: Path, console: Console) -> int:
-    """Run a deploy, show its progress and write pyinfra's log to ``log``; return the exit code."""
+    """Run a deploy, show the progress and write pyinfra's log to ``log``; return the exit code."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w", encoding="utf-8") as file:
         watcher = Watcher(hosts, console, file.write)
@@ -253,7 +253,7 @@ def watch(run: Callable[[Watcher], int], hosts: Sequence[str], log: Path, consol
 
 
 def print_text(text: Text, console: Console) -> None:
-    """Print a line; in a terminal, wrap the line and indent its other parts."""
+    """Print a line; in a terminal, wrap the line and indent the other parts."""
     if not console.is_terminal:
         console.print(text, soft_wrap=True)
         return

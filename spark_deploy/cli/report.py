@@ -1,4 +1,4 @@
-"""The file that ``doctor --report`` writes: its fields, and the redaction of strings."""
+"""The file that ``doctor --report`` writes: the fields, and the redaction of strings."""
 
 import ipaddress
 import json

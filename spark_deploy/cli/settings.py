@@ -96,7 +96,7 @@ def write_values(
 ) -> list[Edit]:
     """Write values for dotted keys into the files that set these keys; return the edits.
 
-    Raises SettingsError if a host could not serve the values; its message begins with ``label``.
+    Raises SettingsError if a host could not serve the values; the message starts with ``label``.
     """
     selected_names = {host.name for host in selected}
     _check(all_hosts, selected_names, values, label)

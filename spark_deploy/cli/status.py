@@ -182,7 +182,7 @@ def _services(plan: HostPlan | None, host_status: HostStatus) -> list[dict[str, 
 
 
 def _serving(host_status: HostStatus, active: str | None) -> dict[str, Any]:
-    """Return a service's release, and whether the result of its check is current."""
+    """Return a service's release, and whether the check result is current."""
     release = host_status.release(active)
     proof = {}
     if release:

@@ -152,7 +152,7 @@ def _entries(lock: Lock) -> dict[tuple[str, str], object]:
 
 
 def lock_donor_tensors(hosts: Sequence[Target]) -> None:
-    """After a first build, lock the hashes of its FP8 source tensors, unless `locked: required`."""
+    """After a first build, lock the hashes of the FP8 source tensors, unless `locked: required`."""
     hosts_by_lock: dict[Path, list[Target]] = {}
     for host in hosts:
         lock = read_lock(host.loaded.lock_path)

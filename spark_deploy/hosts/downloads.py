@@ -222,7 +222,7 @@ def _share_existing(tree: SharedTree) -> bool:
 
 
 def _record_url(address: str, trees: Sequence[SharedTree]) -> None:
-    """Record this host's URL, and the hashes of its receipts, which peers verify."""
+    """Record this host's URL, and the hashes of the receipts, which peers verify."""
     member = _members[current_host()]
     paths = {
         tree.digest: f"{tree.dir}/{RECEIPT_NAME}"

@@ -289,7 +289,7 @@ def describe_speed(link: FabricLink, speed: status.SpeedResult) -> str:
 def check_speed(
     host: str, link: FabricLink, speed: status.SpeedResult, rdma_gbit_per_s: float | None = None
 ) -> Findings:
-    """Judge a link by its measured speed over TCP, and over RDMA if that was measured."""
+    """Judge a link by the measured speed over TCP, and over RDMA if that was measured."""
     where, tcp_gbit_per_s = f"{host}: {link.interface}", _gbit_per_s(speed)
     link_gbit_per_s = (link.speed_mbit_per_s or 0) / 1000
     if not speed.arrived_bytes:

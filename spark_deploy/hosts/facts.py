@@ -101,7 +101,7 @@ def parse_sections(output: Iterable[str]) -> Sections:
 def build_script(*parts: str, parallel: Sequence[str] = ()) -> str:
     """Join snippets into a script that prints English, never fails and marks its end.
 
-    The ``parallel`` snippets run one after another while ``parts`` run; their output comes last.
+    The ``parallel`` snippets run in sequence while ``parts`` run; their output comes last.
     """
     english = "LC_ALL=C; export LC_ALL"
     main = [part.strip() for part in parts]

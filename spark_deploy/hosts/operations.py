@@ -131,7 +131,7 @@ class ReturnLeases(BaseStateCallback):
 
         def end_run(number: int, _: FrameType | None) -> None:
             nonlocal first_signal_at_s
-            # After Ctrl-C, the terminal signals this process, and its parent may do so again.
+            # After Ctrl-C, the terminal signals this process, and the parent may do so again.
             if first_signal_at_s is None:
                 first_signal_at_s = time.monotonic()
             elif time.monotonic() - first_signal_at_s < _REPEATED_SIGNAL_S:

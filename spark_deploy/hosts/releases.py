@@ -38,7 +38,7 @@ def record_interruption(host: Host) -> None:
 
 
 def require_no_failure(consequence: str) -> None:
-    """Fail this host if another host failed during its rollout or reboot."""
+    """Fail this host if another host failed during a rollout or reboot."""
     state = this_host.state
     failed = [
         other.name

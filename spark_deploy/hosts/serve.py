@@ -142,7 +142,7 @@ def stop_unlisted(services: Sequence[str]) -> Commands:
 def verify_service(
     release: Release, gateway: GatewayPlan, scheduled: Sequence[Release] = ()
 ) -> None:
-    """Fail unless the host serves the release that is due now, and its check passed."""
+    """Fail unless the host serves the release that is due now, and the check passed."""
     if not host.state.is_executing:
         host.noop("the service will be checked after the rollout")
         return
@@ -207,7 +207,7 @@ class LastRebootReason(HostFact[str]):
 
 @host_operation
 def reboot_host(plan: PreflightPlan, release: Release) -> Commands:
-    """Reboot a host if needed, and verify its service before the next host reboots."""
+    """Reboot a host if needed, and verify the service before the next host reboots."""
     reason = read_survey(plan).identity.boot.reboot_reason
     if not reason:
         host.noop("no reboot is pending")

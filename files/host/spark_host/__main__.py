@@ -20,7 +20,7 @@ _USAGE = "run `spark-host help`"
 
 
 def _call(function: str, *arguments: Any) -> Any:
-    """Call ``module:function``, and import its module only now, because imports are slow."""
+    """Call ``module:function``, and import the module only now, because imports are slow."""
     module, _, name = function.partition(":")
     return getattr(importlib.import_module(f"spark_host.{module}"), name)(*arguments)
 

@@ -119,7 +119,7 @@ def _wait_for_port(port: int, server: subprocess.Popen[bytes]) -> None:
 def _manifest_location(path: Path) -> str:
     manifest = json.loads(path.read_text())
     declared, is_index = manifest.get("mediaType"), "manifests" in manifest
-    # The first two types are for indexes, the others for single images.
+    # The first two types are for indexes, the rest for single images.
     allowed = fetching.MANIFEST_TYPES[:2] if is_index else fetching.MANIFEST_TYPES[2:]
     kind = declared if declared in allowed else allowed[0]
     return (
@@ -267,7 +267,7 @@ def _watched_connection(
 
 
 def _pull_events(connection: HTTPConnection, reference: str) -> Iterator[dict[str, Any]]:
-    """Request a pull from docker and yield its events."""
+    """Request a pull from docker and yield the events."""
     name, _, digest = reference.partition("@")
     folder, slash, image_and_tag = name.rpartition("/")
     image, _, tag = image_and_tag.partition(":")

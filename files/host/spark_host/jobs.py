@@ -42,7 +42,7 @@ _TAIL_PERIOD_S = 2.0
 # Time without progress after which a job is killed. Downloads that wait for a hub print retries.
 _STALL_TIMEOUT_S = 2 * 3600.0
 _STOP_TIMEOUT_S = 60.0
-_TOKEN_UNUSED_S = 60.0  # a job reads its token within this time
+_TOKEN_UNUSED_S = 60.0  # a job reads the token within this time
 
 
 def load_job(digest12: str, paths: Paths) -> Job:
@@ -81,7 +81,7 @@ def has_valid_receipt(proof: ReceiptProof) -> bool:
 
 
 def run(digest12: str, paths: Paths) -> int:
-    """Run a job unless its result exists; write its status file."""
+    """Run a job unless the result exists; write a status file."""
     job = load_job(digest12, paths)
     folder = paths.job(digest12)
     if is_done(job, paths):

@@ -34,7 +34,7 @@ _ROUND_INTERVAL_S = 5.0  # between reads of settings and metrics
 _HEAD_TIMEOUT_S = 30.0
 _CHUNK_BYTES = 1 << 16
 _MAX_WAITING_BYTES = 256 << 20  # bodies of all waiting requests
-_MAX_PARSED_BYTES = 4 << 20  # because parsed JSON takes up to 25 times its size
+_MAX_PARSED_BYTES = 4 << 20  # because parsed JSON takes up to 25 times the size
 _MAX_REQUESTS = 1000  # waiting and in-flight requests; each needs two descriptors
 _STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nCache-Control: no-cache\r\n"

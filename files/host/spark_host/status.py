@@ -151,7 +151,7 @@ def _service_state(name: str, all_releases: list[Release], units: _Units, host: 
 def _running_rollout(names: list[str], units: _Units, host: Host) -> RunningRollout | None:
     states = {name: units.get(SWITCH.unit(name), {}) for name in names}
     rollouts = (record.running_rollout(name, state, host) for name, state in states.items())
-    # A rollout with a phase has begun; the others wait for their turn.
+    # A rollout with a phase has begun; the rest wait for their turn.
     return min(filter(None, rollouts), key=lambda rollout: not rollout.phase, default=None)
 
 
@@ -240,7 +240,7 @@ def read_firmware(root: Path = Path("/")) -> dict[str, str]:
         text = path.read_text(errors="replace").strip() if path.is_file() else ""
         if _PLAIN.fullmatch(text):
             versions[name] = text
-    with suppress(ValueError, AttributeError):  # the program is missing, or its output is not JSON
+    with suppress(ValueError, AttributeError):  # the program is missing, or the output is not JSON
         text = read_output("fwupdmgr", "get-devices", "--json") or ""
         for device in json.loads(text).get("Devices", ()):
             name, version = str(device.get("Name", "")), str(device.get("Version", ""))

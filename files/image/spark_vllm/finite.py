@@ -31,7 +31,7 @@ MAX_SCALE_RATIO = 256
 MAX_MEDIAN_RATIO = 16
 """Limit on a tensor's median divided by the median in all layers, and on the inverse."""
 MAX_LOGIT = 64.0
-"""Limit on the root mean square of the logits for inputs of 1 and -1, and on its inverse."""
+"""Limit on the root mean square of the logits for inputs of 1 and -1, and on the inverse."""
 _ZERO_GROUP = 1.1e-5  # AutoRound writes 1e-5 for a group of zeros
 _BUILDER_ZERO_GROUP = 1.0
 _FIX = (
@@ -162,7 +162,7 @@ def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _compute_logits(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name of each head, and its logits for a fixed input."""
+    """Yield the name of each head, and the logits for a fixed input."""
     for name, module in model.named_modules():
         if not isinstance(module, ParallelLMHead):
             continue

@@ -139,7 +139,7 @@ class Table:
             self._cached_ids[slots[missing]] = ids[missing]
 
     def _read_rows(self, ids: Ids) -> Rows:
-        """Return the rows of ids; verify each block before its first use."""
+        """Return the rows of ids; verify each block before the first use."""
         blocks, offsets = np.divmod(ids, self.header.rows_per_block)
         blocks += 1  # block 0 is the header
         numbers = np.unique(blocks)
@@ -156,7 +156,7 @@ class Table:
         return rows
 
     def request(self, ids: Ids) -> None:
-        """Ask the system to read rows ahead; safe to call from another thread during a lookup."""
+        """Have the system read rows ahead; safe to call from another thread during a lookup."""
         for number in np.unique(ids // self.header.rows_per_block + 1).tolist():
             self._prefetch(number)
 

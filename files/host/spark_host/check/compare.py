@@ -213,7 +213,7 @@ def _record_answers(file: str | None, host: Host) -> Answers:
 
 
 def _compare_with_recorded(name: str, host: Host) -> Comparison:
-    """Compare the running release with recorded answers (its own answers show the noise level)."""
+    """Compare the running release with recorded answers (a comparison with itself shows noise)."""
     recorded = host.disk.read(Answers, host.paths.answers(name))
     if recorded is None:
         fix = f"run `spark-check --record [FILE]` while {name} runs"

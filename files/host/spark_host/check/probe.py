@@ -93,7 +93,7 @@ class Probe:
         return message
 
     def stream(self, messages: list[Message], max_tokens: int) -> Streamed:
-        """Return a streamed answer; the caller adds its tokens to ``tokens_seen``."""
+        """Return a streamed answer; the caller adds the tokens to ``tokens_seen``."""
         body = self.body(messages, max_tokens, stream=True, stream_options={"include_usage": True})
         start, first_token_s = time.monotonic(), 0.0
         text, finish_reason, usage = "", None, None

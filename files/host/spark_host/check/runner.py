@@ -253,7 +253,7 @@ def wait_until_joined(membership: Membership, report: Report) -> Finding:
 
 
 def wait_for_head(membership: Membership, report: Report) -> Finding:
-    """Wait until the head has verified the release; then its watchdog accepts connections."""
+    """Wait until the head has verified the release; then the watchdog accepts connections."""
     release = membership.release
     limit_s = release.timeouts.start_s + 2 * release.check.timeout_s
 

@@ -56,7 +56,7 @@ class NotMeasuredError(Exception):
 
 
 def measure(release: Release, paths: Paths, limit_s: float, report: Report) -> dict[str, Any]:
-    """Measure a running release for about ``limit_s`` and return its speed.
+    """Measure a running release for about ``limit_s`` and return the speed.
 
     Raises NotMeasuredError if the engine does not respond or serves other requests.
     """
@@ -143,7 +143,7 @@ def describe(bench: dict[str, Any]) -> Iterator[str]:
 def _run_round(
     release: Release, engine: Engine, number: int, samples: dict[str, list[float]], timeout_s: float
 ) -> list[Answer]:
-    # Each prompt begins with a mark, so that the prefix cache has no hits.
+    # Each prompt starts with a mark, so that the prefix cache has no hits.
     marks = [f"{number}.{index}" for index in range(_stream_count(release) + 1)]
     words = min(_PROMPT_WORDS, release.check.max_model_len // 8)
     filler = " ".join(["river", "stone", "sea", "cloud"] * (words // 4))

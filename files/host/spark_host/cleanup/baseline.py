@@ -111,7 +111,7 @@ def _read_output(*argv: str) -> str:
 def package_items(
     footprint: Footprint, before: Baseline | None, keep_reasons: Mapping[str, str]
 ) -> list[ManagedItem]:
-    """Return the packages that we installed; ``keep_reasons`` tells why to keep some of them.
+    """Return the packages that we installed; ``keep_reasons`` gives reasons to keep some of them.
 
     Without a baseline, keep all packages.
     """

@@ -120,7 +120,7 @@ def _needed_folders(
     results = (resources.result_folder(jobs[name], paths) for name in with_earlier_jobs)
     needed |= {folder for folder in results if folder}
     for tree in list(needed):
-        # To repair a checkpoint, a job reads its base.
+        # To repair a checkpoint, a job reads the base.
         receipt = receipts.find_receipt(tree)
         if isinstance(receipt, receipts.CheckpointReceipt):
             needed.add(paths.below(receipt.plan.base_dir))
@@ -184,7 +184,7 @@ def _remove_release(name: str, paths: Paths) -> None:
 
 
 def _remove_with_folder(document: Path) -> None:
-    """Delete the document first, because readers ignore folders without one."""
+    """Delete the document first, because readers ignore folders without a document."""
     files.remove(document)
     shutil.rmtree(document.parent)
 

@@ -31,7 +31,7 @@ LINKED_TOOLS = ("current", "site", "quantizer")
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """A managed folder; ``owner`` is its path when complete, without a suffix."""
+    """A managed folder; ``owner`` is the path when complete, without a suffix."""
 
     kind: str  # "tree" | "source" | "cache" | "tools"
     path: Path
@@ -110,7 +110,7 @@ def _is_used(folder: Path) -> bool:
 
 
 def freed_bytes(directories: Iterable[Path]) -> dict[Path, int]:
-    """Return the bytes that each removal frees; files with other hard links free nothing."""
+    """Return the bytes that each removal frees; files with other hard links free no space."""
     freed = dict.fromkeys(directories, 0)
     links_seen: dict[tuple[int, int], int] = {}
     for directory in freed:
@@ -174,7 +174,7 @@ def image_references_in_use() -> set[str]:
 
 
 def image_bytes(removed: list[Image], kept: list[Image]) -> dict[str, int]:
-    """Return the bytes that each removal frees: its layers that no kept or earlier image has."""
+    """Return the bytes that each removal frees: layers that no kept or earlier image has."""
     others = list(kept)
     freed = {}
     for image in removed:

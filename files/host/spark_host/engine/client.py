@@ -1,4 +1,4 @@
-"""HTTP client for the engine's unix socket, and parser of its metrics.
+"""HTTP client for the engine's unix socket, and parser of the engine's metrics.
 
 The engine processes untrusted input, so bytes and time are limited, even for headers.
 """

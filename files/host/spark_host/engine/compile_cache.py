@@ -35,7 +35,7 @@ def prepare(release: Release, host: Host, report: Report) -> None:
     driver = versions.read_or_unknown(versions.read_driver)
     proven = release.name in boot.read_known_good(release.service, host).names
     usable = _is_usable(release, driver, host)
-    if proven and usable:  # a proven release keeps its cache
+    if proven and usable:  # a proven release keeps the cache
         return
     folder, state_file = host.paths.below(release.cache), host.paths.compile_cache(release.name)
     invocation_id = os.environ.get("INVOCATION_ID", "")
@@ -105,7 +105,7 @@ def _is_usable(release: Release, driver: str, host: Host) -> bool:
 
 
 def _is_rejected(release: Release, state: CompileCache, host: Host) -> bool:
-    """Return whether the last engine with this cache became ready, but failed its check."""
+    """Return whether the last engine with this cache became ready, but failed the check."""
     result = boot.read_proof(release.name, host)
     if result is None or result.invocation_id != state.invocation_id:
         return False

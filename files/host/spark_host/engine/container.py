@@ -111,7 +111,7 @@ def open_process(container: str) -> int | None:
         pidfd = os.pidfd_open(pid)
     except OSError:
         return None
-    # The process may have exited, and its number may belong to a new process.
+    # The process may have exited, and the number may belong to a new process.
     with suppress(OSError):
         if str(state["Id"]) in Path(f"/proc/{pid}/cgroup").read_text():
             return pidfd

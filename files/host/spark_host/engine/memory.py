@@ -30,7 +30,7 @@ def meminfo() -> dict[str, int]:
 def available_bytes() -> int:
     """Return the memory that is available to a new process.
 
-    A kernel with kexec handover counts its reserve as free, so CmaFree exceeds CmaTotal.
+    A kernel with kexec handover treats the reserve as free, so CmaFree exceeds CmaTotal.
     """
     values = meminfo()
     reserve = values.get("CmaFree", 0) - values.get("CmaTotal", 0)

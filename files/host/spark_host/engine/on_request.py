@@ -133,7 +133,7 @@ class Limits:
     wait_s: float = 300.0  # for a request without streaming
     stream_wait_s: float = 3600.0
     comment_s: float = 5.0  # between two comments in a stream
-    # Minimum before a service stops for another; or the time of its last start, if longer.
+    # Minimum before a service stops for another; or the time of the last start, if longer.
     serve_s: float = 60.0
     drain_s: float = 600.0  # for in-flight requests of a service that stops for another
     back_off_s: float = 60.0  # after a failed start; doubles

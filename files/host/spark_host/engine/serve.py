@@ -264,7 +264,7 @@ def verify_checkpoints(release: Release, report: Report) -> None:
 
 
 def _verify_changed_files(path: Path, report: Report) -> None:
-    """Hash files whose size, time or inode changed; raise HostToolError if one is damaged."""
+    """Hash files with a changed size, time or inode; raise HostToolError if a file is damaged."""
     receipt = receipts.find_receipt(path)
     changed = receipt.changed_files(path) if receipt else ()
     if receipt is None or not changed:

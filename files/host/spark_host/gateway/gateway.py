@@ -93,7 +93,7 @@ def starts_at_boot(service: str, paths: Paths) -> bool:
 
 
 def find_difference(service: str, paths: Paths) -> str | None:
-    """Return how the running gateway differs from its settings, or None."""
+    """Return how the running gateway differs from the settings, or None."""
     try:
         settings = load_gateway(service, paths)
         master = _master_pid(service, paths)

@@ -268,7 +268,7 @@ def client_variable(settings: Gateway) -> str:
 def _render_limits(settings: Gateway) -> str:
     """Return limits per client address, counted separately for requests without a valid key.
 
-    Otherwise, clients without a key could use up the limit of others at the same address.
+    Otherwise, clients without a key could use up the limit of other clients at the same address.
     """
     client = client_variable(settings)
     keyed, keyless = "$spark_keyed_client", "$spark_keyless_client"

@@ -112,7 +112,7 @@ def allow_start(service: str, host: Host) -> None:
 
 
 def _marker_lock(service: str, host: Host) -> AbstractContextManager[None]:
-    """Lock the stop marker, because a rollout keeps its own lock for too long."""
+    """Lock the stop marker, because a rollout keeps the service lock for too long."""
     return host.disk.locked(host.paths.stop_lock(service), wait=True)
 
 
@@ -183,7 +183,7 @@ def stop_service(service: str, by: str, host: Host, for_s: float | None = None) 
 
 
 def start_when_due(service: str, host: Host) -> int:
-    """Start the service if its timed stop is over."""
+    """Start the service if the timed stop is over."""
     marker = host.disk.read(Stopped, host.paths.stopped(service))
     if marker is None or marker.until is None:
         _cancel_scheduled_start(service, host)
@@ -198,7 +198,7 @@ def _cancel_scheduled_start(service: str, host: Host) -> None:
 
 
 def retire_service(service: str, host: Host) -> int:
-    """Remove a service; `prune` removes its files later.
+    """Remove a service; `prune` removes the files later.
 
     The records are deleted first, because a known-good release starts at boot. The engine stops
     last, so that an interrupted run can be repeated.

@@ -106,7 +106,7 @@ def poll(name: str, host: Host, request: str | None = None) -> Rollout:
         return replace(record, state="interrupted") if is_interrupted else record
     if request is None or running:
         return Rollout(name)
-    # A run that failed before it wrote a record left its error in the journal.
+    # A run that failed before it wrote a record left an error in the journal.
     run = unit.get("InvocationID")
     lines = host.units.journal(run, SWITCH.unit(name), lines=20) if run else []
     errors = [line.removeprefix(ERROR) for line in lines if line.startswith(ERROR)]

@@ -139,7 +139,7 @@ def _withdraw(release: Release, host: Host, record: Record) -> None:
 
 
 def _restore(old: Release, host: Host, record: Record) -> str | None:
-    """Start and check the old release, and open its traffic; return the error, or None."""
+    """Start and check the old release, and open traffic; return the error, or None."""
     try:
         if not host.units.is_active(old.serve_unit):
             steps.start(old, host, record)

@@ -110,7 +110,7 @@ def replace_running(release: Release, old: Release | None, host: Host, record: R
 
 
 def activate(release: Release, host: Host, record: Record) -> None:
-    """Open traffic, enable the release at boot and measure its speed."""
+    """Open traffic, enable the release at boot and measure the speed."""
     is_worker = cluster.is_worker(release, host.paths)
     with record.phase("open"):
         open_traffic(release, host)
@@ -150,7 +150,7 @@ def measure_speed(release: Release, host: Host, record: Record) -> None:
 def open_traffic(release: Release, host: Host) -> None:
     if not cluster.is_worker(release, host.paths):
         host.gateway.start_or_reload(release, host.paths)
-        # If the engine dies after this line, its restart closes traffic until the next check.
+        # If the engine dies after this line, the restart closes traffic until the next check.
         if not host.units.is_active(release.serve_unit):
             raise TrialError(f"{release.serve_unit} stopped after its check")
         host.gateway.open_traffic(release, host.paths)

@@ -1,4 +1,4 @@
-"""Finds this host's rank and the joined members of a cluster, and firewalls its ports.
+"""Finds this host's rank and the joined members of a cluster, and firewalls the ports.
 
 Members stay connected to the head's port, so the kernel's socket tables list joined members.
 """

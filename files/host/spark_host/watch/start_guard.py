@@ -56,7 +56,7 @@ class StartGuard:
 
     @property
     def start_memory(self) -> StartMemory | None:
-        """The lowest available memory and its time; ``None`` before the first sample."""
+        """The lowest available memory and when it occurred; ``None`` before the first sample."""
         lowest = self._floor.lowest_bytes
         if lowest is None:
             return None

@@ -78,7 +78,7 @@ class StallDetector:
 class ClusterWatch:
     """Watches the other members of a cluster.
 
-    A host that loses power or its cable leaves connections open, so a thread also connects to the
+    A host that loses power or the cable leaves connections open, so a thread also connects to the
     other members.
     """
 
@@ -251,7 +251,7 @@ def kill_engine(release: Release, kind: str, reason: str, pidfd: int | None, pat
 
 
 def ensure_unit_stops(problem: str, release: Release, paths: Paths) -> None:
-    """Kill the unit if it is still active after its engine was killed.
+    """Kill the unit if it is still active after the engine was killed.
 
     If there was a ``problem`` with killing the engine, kill the unit at once. A unit that stops
     by itself also ends this process.

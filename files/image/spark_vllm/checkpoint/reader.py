@@ -97,7 +97,7 @@ class ModuleReader:
                 yield name, self._read_module(module, part)
 
     def _is_helper(self, module: str, part: str) -> bool:
-        """Return whether the tensor only serves to dequantize another one."""
+        """Return whether the tensor only serves to dequantize another tensor."""
         if f"{module}.qweight" in self._stored:
             return part in ("scales", "qzeros", "g_idx")
         return part == "weight_scale_inv"
