@@ -31,7 +31,7 @@ from tools.docs.declared import row
 COMMUNITY = r"community (stack of spring 2026 on vLLM 0\.19|report of spring 2026)"
 ON_H200 = "[measured](engine-proofs.md#lm-head-kernel) on an H200"
 NUMBERS = (
-    ("bandwidth", f"{BANDWIDTH_BYTES_PER_S / 1e9:.0f} GB/s", "data sheet of a Spark"),
+    ("bandwidth", f"{BANDWIDTH_BYTES_PER_S / 1e9:.0f} GB/s", "Spark data sheet"),
     (
         "INT4 kernels, including those of an INT4 drafter",
         f"{LARGE_INT4:.0%} of the bandwidth",

@@ -291,8 +291,8 @@ class ServiceEngineSettings:
     kv_cache_gib: Gib | None = Field(default=None, gt=0)
     """Size of the KV cache in GiB; null: derived from the memory fraction."""
     drafts: int | None = Field(default=None, ge=0, le=3, examples=[1])
-    """Draft tokens per step from the model's MTP layer; 0: none. The check requires that the model
-    accepts half of them."""
+    """Draft tokens per step from the model's MTP layer; 0: none. The check warns if the model
+    accepts fewer than half of them."""
     head: Literal["keep", "int8-g128", "int8-triton"] | None = None
     """Format of the LM head, as in a profile's `head`. May need a new checkpoint."""
     drafter: Literal["keep", "int4-g128"] | None = None
@@ -319,8 +319,8 @@ class ServiceEngineSettings:
         ),
     )
     """CPUs of the engine's container (`docker run --cpuset-cpus`); null: all. The
-    ten fast cores (X925) of a GB10 are 5-9 and 15-19; one recipe reports a speedup of 2 to 3 %
-    from using only these. Measure the effect with `bench --compare`."""
+    fast cores (X925) of a GB10 are 5-9 and 15-19; a recipe reports 2 to 3 % more speed with
+    these. Measure it with `bench --compare`."""
     vision: bool | None = None
     """true: keep the vision tower (0.8 GiB for Qwen3.5). false: serve text only."""
     options: dict[str, Any] = Field(

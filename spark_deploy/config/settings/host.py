@@ -156,7 +156,7 @@ class SshSettings:
     """Address of the host, if the inventory name does not resolve."""
     user: Login | None = None
     """Login user. spark-deploy is the account that deploys/bootstrap.py creates; if you
-    name another user, bootstrap gives that user sudo without a password."""
+    name another user, bootstrap gives that user passwordless sudo."""
     first_user: Login | None = None
     """Login user of `deploys/bootstrap.py`, which creates spark-deploy; null: from
     ~/.ssh/config."""

@@ -24,7 +24,7 @@ class CheckpointSettings:
     complete copy that any tool can read. null: the profile's layout."""
     source: Literal["base", "prebuilt", "requantized"] = "base"
     """base: build from the model's INT4 repository. prebuilt: download the model's hybrid
-    repository (sources.hybrid) and compare it with the FP8 source; only with layout full.
+    repository (sources.hybrid) and compare it with the FP8 source; needs `layout: full`.
     requantized: build from your own INT4 checkpoint, made by `spark-deploy add MODEL
     --requantize`."""
     keep_base: bool = True
@@ -195,8 +195,8 @@ class ServeSettings:
         examples=[{"qwen-fast": {"thinking": False, "temperature": 0.7}}],
         json_schema_extra={"propertyNames": SERVED_NAME},
     )
-    """Request defaults for each model name, if one engine has several names. Needs a profile with
-    our plugin."""
+    """Request defaults for each model name, if one engine serves several model names. Needs a
+    profile with our plugin."""
     port: int = Field(default=8000, ge=1, le=65535, description="Port of the gateway.")
     expose: Expose = Field(
         default="loopback",
