@@ -226,8 +226,9 @@ SETTINGS_INTRODUCTION = (
     "hosts), `group_vars/<group>.yml` or `host_vars/<host>.yml` in the folder that "
     "`spark-deploy init` created. Then run `spark-deploy up`. A host's value overrides the group's "
     "value, and `--data key=value` overrides both (`--data serve.port=9000`). A host's "
-    "mapping is merged with the group's, and a host's list replaces the group's.\n\nSettings without a default are empty or `null`. "
-    "Unless the description says otherwise, `null` leaves the choice to the profile or the system. "
+    "mapping is merged with the group's, and a host's list replaces the group's.\n\n"
+    "Settings without a default are empty or `null`. Unless the description says otherwise, "
+    "`null` leaves the choice to the profile or the system. "
     "Under `engine` you can also use vLLM's names `max_model_len`, `max_num_seqs`, "
     "`gpu_memory_utilization` and `num_speculative_tokens`."
 )
