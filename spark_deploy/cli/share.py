@@ -87,7 +87,7 @@ class Shared:
 @click.command
 @click.argument("choice", metavar="MODEL|MODEL/PROFILE", shell_complete=name_completer("models"))
 @click.option("--out", metavar="FILE", type=FILE, help="Output file [MODEL.spark.yml].")
-@click.option("--offline", is_flag=True, help="Contact no host; leave out the check result.")
+@click.option("--offline", is_flag=True, help="Do not contact hosts; omit the check result.")
 @shared_options()
 def share(options: Options, choice: str, out: str | None, offline: bool) -> int:
     hosts = select_hosts(options, must_serve=False)

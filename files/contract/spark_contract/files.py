@@ -123,6 +123,6 @@ def load(kind: type[_T], path: Path, problem_if_missing: str) -> _T:
 
 
 def now(plus_s: float = 0) -> str:
-    """Return the UTC time in ``plus_s`` seconds from now, as ISO 8601."""
+    """Return the UTC time ``plus_s`` seconds from now, as ISO 8601."""
     time = datetime.now(timezone.utc) + timedelta(seconds=plus_s)
     return time.strftime("%Y-%m-%dT%H:%M:%SZ")

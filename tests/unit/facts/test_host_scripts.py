@@ -118,7 +118,9 @@ def test_half_installed_packages_are_ignored_while_apt_runs(tmp_path, lock):
 
 
 @pytest.mark.parametrize(("status", "in_trial"), [(0, True), (3, False)])
-def test_running_network_restore_is_reported_as_an_unconfirmed_change(tmp_path, status, in_trial):
+def test_network_restore_in_progress_is_reported_as_an_unconfirmed_change(
+    tmp_path, status, in_trial
+):
     units = f'[ "$*" = "is-active --quiet spark-fabric-return.service" ] && exit {status}; exit 4'
     install_stub(tmp_path, "systemctl", units)
     lines = run_script(NetplanFiles().command(), tmp_path)

@@ -177,7 +177,7 @@ def test_model_list_covers_all_open_services(services):
 
 
 @pytest.mark.slow
-def test_answers_selected_by_model_name_are_streamed(js_host):
+def test_answers_are_streamed_if_the_model_name_selects_the_service(js_host):
     with recording(js_host.paths.engine_socket("embed")) as embed:
         embed_settings = js_host.paths.gateway_settings("embed")
         embed_settings.parent.mkdir(parents=True, exist_ok=True)

@@ -253,7 +253,7 @@ def test_candidate_that_cannot_be_stopped_never_gets_traffic(sim):
         (["kill before", "fail"], "was killed in phase open; finishing it failed: "),
     ],
 )
-def test_gateway_failure_does_not_stop_a_proven_engine(sim, faults, reason):
+def test_gateway_failure_does_not_stop_an_engine_that_passed_its_check(sim, faults, reason):
     result = deploy(sim, A, bring_up=faults)
     assert (result.state, result.failed_phase, result.serving) == ("refused", "open", A)
     assert reason in str(result.reason)

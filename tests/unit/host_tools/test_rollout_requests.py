@@ -266,7 +266,7 @@ def test_timed_stop_still_ends_after_a_power_cut(sim):
 
 
 @pytest.mark.parametrize("stops", [True, False], ids=["permanent stop", "manual start"])
-def test_permanent_stop_or_start_replaces_a_timed_stop(sim, stops):
+def test_start_or_permanent_stop_replaces_a_timed_stop(sim, stops):
     make_good(sim, A)
     boot.stop_service("main", "ann", sim.host(), 60)
     if stops:

@@ -200,7 +200,7 @@ def test_clients_get_an_address_in_their_network(host, settings, address, url):
 
 
 @pytest.mark.parametrize(("host", "names"), [("a", ("b", "a", "c")), ("@local", ("b", "c"))])
-def test_certificates_cover_the_address_host_name_and_listed_names(host, names):
+def test_certificates_cover_the_hostname_the_address_and_listed_names(host, names):
     settings = settings_of(**{
         "serve.expose": "lan", "serve.tls": "private-ca", "serve.address": "b",
         "serve.tls_names": ["c", "b"],
