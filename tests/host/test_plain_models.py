@@ -119,7 +119,7 @@ def test_added_embedding_model_passes_its_check(site, guest, rows):
     assert task_of(site, "tiny-embedder") == "embedding"
     deploy_s = deploy_model(site, "tiny-embedder")
     checks = checks_of(guest)
-    assert checks["embedding"].startswith("128 numbers")
+    assert checks["embedding"].startswith("128 dimensions")
     assert "first answer" not in checks
     assert embed(guest, guest.names()[0]) == (200, [128, 128])
     rows.append(row_of(site, guest, "tiny-embedder", deploy_s))
