@@ -180,7 +180,7 @@ def conversation_cases() -> list[dict[str, Any]]:
     cases = {case["name"]: case for case in prefix_cases()}
     plain = cases[EAGER]
     for name, more in {COMPILED: graphs(FULL), **SHAPES}.items():
-        cases[name] = {**plain, "options": {**plain["options"], **more}}
+        cases[name] = {**plain, "name": name, "options": {**plain["options"], **more}}
     steered = [case for name, case in cases.items() if name.startswith("prefixes-")]
     talks = (*TWINS, *TWINS.values())
     again = ({**cases[name], "name": copy} for name in talks for copy in reruns(name))
