@@ -33,6 +33,7 @@ from proofs.recall.judge import (
 
 KNOWN_AT_LONGEST = 0.9
 """Share of records and passages that the model must find at 262,144 tokens with a 16-bit cache."""
+WITHOUT_VERDICT = "4bit_nc"
 UNKNOWN = 0.1
 """Share of wrong answers allowed without cache and drafts."""
 
@@ -270,7 +271,8 @@ def _three_bits_row(results: Results, name: str, base: list[Row]) -> Row:
 def judge_wide(results: Results, reference: dict[str, Any]) -> list[Row]:
     """Judge answers at the longest context, and that concurrent equal sequential answers.
 
-    As in conversations, answers may differ where an engine is in doubt.
+    As in conversations, answers may differ where an engine is in doubt. With 4-bit keys, which no
+    profile uses, differences are recorded without a verdict.
     """
     base, result_rows = answers_of(results, "wide-16bit"), []
     for name in results:
@@ -286,10 +288,11 @@ def judge_wide(results: Results, reference: dict[str, Any]) -> list[Row]:
         result_rows.append(result_row)
         if twin != name:
             different, outside = count_differences(list(zip(rows, other, strict=False)))
+            complete = bool(rows) and len(rows) == len(other)
             result_rows.append(
                 row(
                     f"{name}: five at once, answered as {twin} answers",
-                    bool(rows) and len(rows) == len(other) and not outside,
+                    None if complete and WITHOUT_VERDICT in name else complete and not outside,
                     [name, twin],
                     different=different,
                     different_outside_doubt=outside,

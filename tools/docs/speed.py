@@ -7,7 +7,7 @@ from dataclasses import replace
 from spark_deploy.cli.plan import read_calibration, read_measured_speeds
 from spark_deploy.config.catalog.architecture import Architecture
 from spark_deploy.config.catalog.model import HybridModel
-from spark_deploy.config.catalog.profile import Figure, Speculation
+from spark_deploy.config.catalog.profile import Figure
 from spark_deploy.config.catalog.types import Catalog
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.settings.types import Settings
@@ -128,14 +128,11 @@ def v3_rows(catalog: Catalog) -> Iterator[str]:
     model = Settings().model
     shape, v2, v3 = _shape(catalog, model), *(catalog.profile(n, model) for n in ("v2", "v3"))
     drafter = replace(v2, drafter=v3.drafter)
-    fewer = Speculation(method="mtp", tokens=2, draft_vocabulary_tokens=32768)
     parts = {
         "v2": v2,
         "v2 + INT4 drafter": drafter,
-        "v2 + INT4 drafter + our INT8 head (= v3)": replace(drafter, head=v3.head),
-        "v3 + draft vocabulary of 32,768 tokens (opt-in, not yet run on a GPU)": replace(
-            drafter, head=v3.head, speculation=fewer
-        ),
+        "v2 + INT4 drafter + our INT8 head": replace(drafter, head=v3.head),
+        "v2 + INT4 drafter + our INT8 head + draft vocabulary (= v3)": v3,
     }
     yield from ("| profile | time per step, ms | tokens/s | relative to v2 |", "|---|---|---|---|")
     before = compute_speed(shape, v2).tokens_per_s
@@ -148,10 +145,12 @@ def v3_rows(catalog: Catalog) -> Iterator[str]:
 def depth_rows(catalog: Catalog) -> Iterator[str]:
     """Yield the computed speed of v3 by requests and drafts."""
     shape, v3 = _shape(catalog, Settings().model), catalog.profile("v3", Settings().model)
+    assert v3.speculation is not None
+    always = replace(v3.speculation, num_speculative_tokens_per_batch_size=None)
     drafts = range(MAX_DRAFTS + 1)
     yield from (row("requests", *map(_drafts, drafts)), f"|---|{'---|' * len(drafts)}")
     for requests in range(1, v3.limits.max_sequences + 1):
-        chosen = [Speculation(method="mtp", tokens=count) if count else None for count in drafts]
+        chosen = [replace(always, tokens=count) if count else None for count in drafts]
         speeds = [
             compute_speed(shape, replace(v3, speculation=choice), requests=requests).tokens_per_s
             for choice in chosen

@@ -15,6 +15,7 @@ from spark_deploy.config.settings.engine import (
     ENVIRONMENT_NAMES,
     OPTION_NAMES,
     DraftSchedule,
+    DraftVocabulary,
     KvCache,
     Limits,
     check_schedule,
@@ -59,9 +60,9 @@ class Speculation:
     num_speculative_tokens_per_batch_size: DraftSchedule | None = None
     """vLLM's option: [first, last, drafts] for a number of running requests; `tokens` is the limit.
     Use fewer drafts with many requests, because each draft reads more experts."""
-    draft_vocabulary_tokens: int | None = Field(default=None, ge=1024, multiple_of=64)
+    draft_vocabulary_tokens: DraftVocabulary | None = None
     """With head: int8-triton, number of frequent tokens from which drafts are chosen; the drafter
-    then reads only their rows of the LM head. null: all. Not run on a GPU yet."""
+    then reads only their rows of the LM head. 0 or null: all."""
     # The text itself, filled from the settings.
     draft_vocabulary_text: SkipJsonSchema[str | None] = None
     longest_match: int | None = Field(default=None, ge=1, le=64)
@@ -95,7 +96,7 @@ class Speculation:
             yield Violation(
                 ("repository",), message, "remove it, or choose another drafting method"
             )
-        if self.draft_vocabulary_tokens is not None and not self.uses_model_layers:
+        if self.draft_vocabulary_tokens and not self.uses_model_layers:
             message = "this setting applies only to drafts of the model's own MTP layer"
             yield Violation(("draft_vocabulary_tokens",), message, "remove it")
         if self.method == "mtp" and self.tokens > _MAX_MTP_TOKENS:

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
@@ -79,6 +79,7 @@ def option_values(limits: Limits, kv_cache: KvCache) -> dict[str, Any]:
 
 
 # Ranges of running requests (first, last), and their draft tokens.
+DraftVocabulary = Literal[0] | Annotated[int, Field(ge=1024, multiple_of=64)]
 DraftSchedule = tuple[tuple[PositiveInt, PositiveInt, NonNegativeInt], ...]
 
 
@@ -301,9 +302,9 @@ class ServiceEngineSettings:
     """How drafts are sampled, as in a profile's `speculation`."""
     rejection_sample_method: Literal["standard", "block"] | None = None
     """How drafts are verified, as in a profile's `speculation`."""
-    draft_vocabulary_tokens: int | None = Field(default=None, ge=1024, multiple_of=64)
-    """Number of frequent tokens from which drafts are chosen, as in a profile's `speculation`. Not
-    yet run on a GPU."""
+    draft_vocabulary_tokens: DraftVocabulary | None = Field(default=None, examples=[32768])
+    """Number of frequent tokens from which drafts are chosen, as in a profile's `speculation`. 0:
+    all tokens."""
     num_speculative_tokens_per_batch_size: DraftSchedule | None = Field(
         default=None, examples=[[[1, 2, 2], [3, 4, 1]]]
     )

@@ -111,14 +111,15 @@ def test_draft_sampling_settings_become_vllm_options_of_the_same_name():
 
 def test_draft_vocabulary_is_passed_to_the_plugin_and_speeds_up_drafts():
     settings = {"engine.head": "int8-triton", "engine.draft_vocabulary_tokens": 32768}
-    argv = plan_of(**settings).release.engine.argv
-    additional = json.loads(argv[argv.index("--additional-config") + 1])
-    assert additional["spark"]["draft_vocabulary"] == 32768
+    for tokens, passed in ((32768, 32768), (0, None)):
+        argv = plan_of(**{**settings, "engine.draft_vocabulary_tokens": tokens}).release.engine.argv
+        additional = json.loads(argv[argv.index("--additional-config") + 1])
+        assert additional["spark"].get("draft_vocabulary") == passed
     v3 = PROFILES["v3"]
     assert v3.speculation is not None
-    fewer = dataclasses.replace(v3.speculation, draft_vocabulary_tokens=32768)
-    step_s = compute_speed(SHAPE, v3).step_s
-    saved_s = step_s - compute_speed(SHAPE, dataclasses.replace(v3, speculation=fewer)).step_s
+    all_rows = dataclasses.replace(v3.speculation, draft_vocabulary_tokens=0)
+    step_s = compute_speed(SHAPE, dataclasses.replace(v3, speculation=all_rows)).step_s
+    saved_s = step_s - compute_speed(SHAPE, v3).step_s
     # Two drafts that each read 32,768 of 248,320 rows of 3,072 INT8 values with a scale per 128.
     saved_bytes = 2 * (248_320 - 32_768) * 3072 * (1 + 2 / 128)
     assert saved_s == pytest.approx(saved_bytes / (0.99 * 273e9), rel=0.01)

@@ -9,7 +9,7 @@ from proofs.engine import gpu_memory
 from proofs.engine.run import run_cases
 from proofs.flash import talks
 from proofs.judges.answers import judge_engines, row, show
-from proofs.judges.talks import Word
+from proofs.judges.talks import EAGER, SHAPES, TWINS, Word, judge_conversations, reruns
 from proofs.recall import verdicts
 
 RAN, DIED = {"state": "ran"}, {"state": "died"}
@@ -62,6 +62,14 @@ def test_concurrent_answers_differ_from_sequential_ones_only_on_near_ties(alone,
     assert compared["passed"] is passed
 
 
+@pytest.mark.parametrize(("together", "passed"), [([answer(2, 0.1)], None), ([], False)])
+def test_concurrent_answers_with_4_bit_keys_have_no_verdict_unless_missing(together, passed):
+    alone, both = "wide-tq-4bit_nc-alone", "wide-tq-4bit_nc"
+    results = {alone: {**RAN, "recall": [answer(1, 0.9)]}, both: {**RAN, "recall": together}}
+    [compared] = [r for r in verdicts.judge_wide(results, {}) if "five at once" in r["claim"]]
+    assert compared["passed"] is passed
+
+
 SAME, CHANGED, PARTED = (
     (0, 0.01, None),
     (0, 0.5, None),
@@ -85,6 +93,28 @@ def test_losing_states_must_change_only_turns_with_cache_hits(first, later, inta
     for name, passed in (("talk-cache", intact), (talks.DAMAGED, damaged)):
         result = talks._judge_hits(name, {"turns": [turn]}, words, 0.01)
         assert result["passed"] is passed
+
+
+def conversation(token):
+    turn = {"before": {}, "counters": {"prefix_cache_hits": 272}}
+    said = [{"tokens": [token], "margins": [0.8], "logprobs": [-0.1]}]
+    return {**RAN, "answers": said, "turns": [{**turn, "answers": said}]}
+
+
+@pytest.mark.parametrize(
+    ("other_with_cache", "other_without", "passed"), [(0, 0, True), (1, 1, True), (2, 0, False)]
+)
+def test_a_cache_changes_answers_no_more_often_than_another_start(
+    other_with_cache, other_without, passed
+):
+    results = {shape: conversation(1) for shape in SHAPES}
+    for name, other in ("agent-eager", other_with_cache), (EAGER, other_without):
+        for run in reruns(name):
+            results[run] = conversation(1)
+        for run in reruns(name)[:other]:
+            results[run] = conversation(2)
+    judged = dict(zip(TWINS, judge_conversations(results), strict=True))
+    assert judged["agent-eager"]["passed"] is passed
 
 
 def test_engine_waits_until_the_gpu_has_enough_free_memory(monkeypatch, tmp_path):
