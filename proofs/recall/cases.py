@@ -51,6 +51,7 @@ FIVE = {
 """Eight questions on each of two contexts, five at once; each prompt is computed in full."""
 CACHE = {"enable_prefix_caching": True}
 ALONE = {"max_num_seqs": 1}
+BF16_STATES = {"mamba_ssm_cache_dtype": "bfloat16"}
 BLOCKING = {"CUDA_LAUNCH_BLOCKING": "1"}
 NO_ASYNC = {"async_scheduling": False}
 
@@ -67,6 +68,12 @@ def recall_cases() -> list[dict[str, Any]]:
         case("recall-16bit", options=ROOM, **lengths),
         case("recall-16bit-again", options=ROOM, **lengths),
         case("recall-16bit-full-mtp2", options={**ROOM, **graphs(FULL), **mtp(2)}, **lengths),
+        case("recall-bf16-states", options={**ROOM, **BF16_STATES}, **lengths),
+        case(
+            "recall-bf16-states-full-mtp2",
+            options={**ROOM, **BF16_STATES, **graphs(FULL), **mtp(2)},
+            **lengths,
+        ),
         case("recall-dequantised", options={**ROOM, "load_format": "spark_portable"}, **lengths),
         case("damage-band", options=ROOM, damage={"band": band}, recall=LENGTHS),
         case("damage-noise-30", options=ROOM, damage={"noise": [0.3]}, recall=LENGTHS),
@@ -142,6 +149,10 @@ def prefix_cases() -> list[dict[str, Any]]:
         case("talk-tight-full-mtp2", options={**full, **TIGHT}, **talk),
         case("talk-tq-plain", options={**TALKING, **tq}, long=True, **talk),
         case("talk-tq-cache-full-mtp2", options={**full, **tq}, long=True, **talk),
+        case("talk-bf16-states-plain", options={**TALKING, **BF16_STATES}, long=True, **talk),
+        case(
+            "talk-bf16-states-cache-full-mtp2", options={**full, **BF16_STATES}, long=True, **talk
+        ),
         case("talk-small-step", options={**both, **small}, **talk),
         case("talk-small-step-full-mtp2", options={**full, **small}, **talk),
         case("talk-damage-states", options=both, damage={"states": []}, **talk),

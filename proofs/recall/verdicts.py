@@ -24,6 +24,7 @@ from proofs.recall.judge import (
     looked_up,
     noise_row,
     recall_row,
+    registers,
     share,
     states_row,
     sure,
@@ -61,7 +62,7 @@ def judge_talks(results: Results, plain_name: str) -> list[Row]:
 
 
 def _plain_of(name: str, plain_name: str, results: Results) -> str:
-    for own in ("talk-other", "talk-tq"):
+    for own in ("talk-other", "talk-tq", "talk-bf16-states"):
         if name.startswith(own) and f"{own}-plain" in results:
             return f"{own}-plain"
     return plain_name
@@ -214,10 +215,21 @@ def judge_recall(results: Results, reference: dict[str, Any]) -> list[Row]:
         if not name.startswith("damage") and results[name].get("recall")
     ]
     for name in results:
+        if "bf16-states" in name and results[name].get("recall"):
+            rows.append(_bf16_states_row(results, name, base))
         judges = {"damage-band": _band_row, "damage-states": states_row}
         if name.startswith("damage") and results[name].get("recall"):
             rows.append(judges.get(name, noise_row)(results, name, base))
     return rows
+
+
+def _bf16_states_row(results: Results, name: str, base: list[Row]) -> Row:
+    before, after = (
+        share(registers(base)) or 0.0,
+        share(registers(answers_of(results, name))) or 0.0,
+    )
+    claim = f"{name}: registers are found as with FP32 states"
+    return row(claim, bool(before) and after >= before, [name], fp32=before, bf16=after)
 
 
 def _band_row(results: Results, name: str, base: list[Row]) -> Row:

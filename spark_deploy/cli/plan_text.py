@@ -318,7 +318,7 @@ def speed_lines(
     if requests > 1:
         total = compute_speed(shape, profile, requests=requests)
         text += f", {_speed_range(total, factor)} in total for {requests}"
-    basis = "fitted to two published figures for the 122B model, not measured on a Spark"
+    basis = "fitted to published figures, not measured on a Spark"
     if profile.ngram_table == "file":
         basis += "; excludes disk reads"
     if count := calibration.reports:

@@ -87,7 +87,7 @@ def hybrid_shape(model: Architecture, profile: Profile) -> CacheShape:
     layers_per_group = _layers_per_group([attention_layers, model.linear_layers])
     indexer = model.sparse_attention
     block_multiple = _block_multiple(model, profile)
-    multiples = math.ceil(state_bytes(model, drafts) / layer_bytes / block_multiple)
+    multiples = math.ceil(state_bytes(model, profile, drafts) / layer_bytes / block_multiple)
     block_tokens = max(1, multiples) * block_multiple
     index_bytes = 0
     if indexer:
@@ -144,12 +144,13 @@ def layer_bytes_per_token(model: Architecture, dtype: str) -> int:
     return 2 * model.kv_heads * model.head_width * value_bytes
 
 
-def state_bytes(model: Architecture, drafts: int) -> int:
-    """Return the size of a GDN state: FP32 recurrence and 16-bit convolution inputs."""
+def state_bytes(model: Architecture, profile: Profile, drafts: int) -> int:
+    """Return the size of a GDN state: FP32 or BF16 recurrence and 16-bit convolution inputs."""
     net = model.linear_attention
     if net is None:
         return 0
-    recurrence = net.value_heads * net.head_width**2 * 4
+    dtype = canonical_options(profile.options).get("mamba-ssm-cache-dtype")
+    recurrence = net.value_heads * net.head_width**2 * (2 if dtype == "bfloat16" else 4)
     width = (2 * net.key_heads + net.value_heads) * net.head_width
     return recurrence + (net.kernel - 1 + drafts) * width * 2
 

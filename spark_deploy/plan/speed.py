@@ -25,20 +25,19 @@ from spark_deploy.plan.memory import (
 )
 
 BANDWIDTH_BYTES_PER_S = 273e9  # of a Spark's memory, by the data sheet
-# Efficiency relative to that bandwidth. Community reports of INT4 kernels:
-LARGE_INT4 = 0.84
+EFFICIENCY = 0.84  # of all kernels but the LM head: reported by the community for INT4 kernels
 # Arithmetic speed for prompts on one host: half of the 3,382 tokens/s reported for the 122B on two
 # Sparks with 2,048-token prompts (proofs/speed-model.md). Attention is assumed to be as fast.
 PROMPT_FLOPS_PER_S = 2.86e13
-# Fitted with LAYER_OVERHEAD_S to two published figures: 28.3 and 30.8 tokens/s for the profiles
-# base and hybrid.
-SMALL = 0.578
-LAYER_OVERHEAD_S = 92e-6  # launches, norms, routing and waiting, for each layer of a step
-# Relative to the bandwidth of the H200 that measured it (proofs/results/gpu/lm-head.json, batch 1).
-HEADS = {"keep": 0.96, "int8-g128": 0.81, "int8-triton": 0.99}
-# Longer than FlashAttention, for each attention layer of a step or draft: reported for upstream's
-# kernels at 128 tokens on an H100 (upstream's pull request 53060), so a lower bound for a Spark.
-TURBOQUANT_S = 29e-6
+# Fitted to the published figures in catalog/profiles, as HEADS["keep"] (proofs/speed-model.md).
+LAYER_OVERHEAD_S = 83e-6  # launches, norms, routing and waiting, for each layer of a step
+TURBOQUANT_S = 749e-6  # for each attention layer of a step or draft
+HEADS = {
+    "keep": 0.73,
+    # Relative to the bandwidth of the H200 that measured it (proofs/results/gpu/lm-head.json).
+    "int8-g128": 0.81,
+    "int8-triton": 0.99,
+}
 # Published acceptance: 0.95 with a single draft, 0.8 with two. Later drafts: like the second.
 FIRST_ACCEPTED, LATER_ACCEPTED = 0.95, 0.684
 TOLERANCE = 0.15
@@ -170,21 +169,20 @@ def step_reads(
     head_bytes = sizes.head_bytes if profile.head == "keep" else sizes.head_int8_bytes
     token_bytes = model.attention_layers * layer_bytes_per_token(model, profile.kv_cache.dtype)
     # A state is read once, and written for each token, so that rejected drafts can be undone.
-    states_bytes = model.linear_layers * state_bytes(model, drafts) * (2 + drafts)
-    yield "routed experts", sizes.experts_bytes * used_share, LARGE_INT4
-    efficiency = LARGE_INT4 if model.attention_scheme == "int4" else SMALL
-    yield "attention weights", attention_bytes(model, profile), efficiency
-    yield "shared experts", _shared_bytes(model, profile), SMALL
+    states_bytes = model.linear_layers * state_bytes(model, profile, drafts) * (2 + drafts)
+    yield "routed experts", sizes.experts_bytes * used_share, EFFICIENCY
+    yield "attention weights", attention_bytes(model, profile), EFFICIENCY
+    yield "shared experts", _shared_bytes(model, profile), EFFICIENCY
     yield _HEAD, head_bytes, HEADS[profile.head]
-    yield "routers", sizes.routers_bytes, SMALL
+    yield "routers", sizes.routers_bytes, EFFICIENCY
     if model.hyper_connections:
-        yield "hyper-connections", sizes.hyper_bytes, SMALL
-    yield "states of linear layers", requests * states_bytes, LARGE_INT4
+        yield "hyper-connections", sizes.hyper_bytes, EFFICIENCY
+    yield "states of linear layers", requests * states_bytes, EFFICIENCY
     keys = _attended_tokens(model, context_tokens)
-    yield "KV cache", requests * keys * token_bytes, LARGE_INT4
+    yield "KV cache", requests * keys * token_bytes, EFFICIENCY
     if indexer := model.sparse_attention:
         index = context_tokens / indexer.compression * indexer.index_width * 2
-        yield "index", requests * model.attention_layers * index, LARGE_INT4
+        yield "index", requests * model.attention_layers * index, EFFICIENCY
 
 
 def _step_parts(
@@ -209,11 +207,10 @@ def _step_parts(
 
 
 def _mtp_layer_s(model: Architecture, requests: int) -> float:
-    """Return the time for an MTP layer per draft; INT4 uses the same kernels as the model."""
+    """Return the time for an MTP layer per draft."""
     mtp = mtp_layer_bytes(model)
-    quantizable = mtp.attention + expected_experts(model, requests) * mtp.expert
-    efficiency = LARGE_INT4 if model.mtp_scheme == "int4" else SMALL
-    return _seconds(mtp.plain, SMALL) + _seconds(quantizable, efficiency) + LAYER_OVERHEAD_S
+    read_bytes = mtp.plain + mtp.attention + expected_experts(model, requests) * mtp.expert
+    return _seconds(read_bytes, EFFICIENCY) + LAYER_OVERHEAD_S
 
 
 def _seconds(size_bytes: float, efficiency: float) -> float:

@@ -13,14 +13,13 @@ from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.plan.speed import (
     BANDWIDTH_BYTES_PER_S,
+    EFFICIENCY,
     FIRST_ACCEPTED,
     HEADS,
-    LARGE_INT4,
     LATER_ACCEPTED,
     LAYER_OVERHEAD_S,
     MAX_DRAFTS,
     PROMPT_FLOPS_PER_S,
-    SMALL,
     TOLERANCE,
     TURBOQUANT_S,
     compute_speed,
@@ -33,21 +32,15 @@ ON_H200 = "[measured](engine-proofs.md#lm-head-kernel) on an H200"
 NUMBERS = (
     ("bandwidth", f"{BANDWIDTH_BYTES_PER_S / 1e9:.0f} GB/s", "Spark data sheet"),
     (
-        "INT4 kernels, including those of an INT4 drafter",
-        f"{LARGE_INT4:.0%} of the bandwidth",
-        "reported by the community for Marlin",
+        "all kernels except the LM head",
+        f"{EFFICIENCY:.0%} of the bandwidth",
+        "reported by the community for INT4 (Marlin)",
     ),
-    (
-        "recurrent state and KV cache",
-        f"{LARGE_INT4:.0%} of the bandwidth",
-        "assumed equal to INT4 kernels",
-    ),
-    ("shared experts, routers, 16-bit drafter", f"{SMALL:.1%} of the bandwidth", "fitted"),
     ("constant time per layer", f"{LAYER_OVERHEAD_S * 1e6:.0f} µs", "fitted"),
     (
         "extra time for TurboQuant, per attention layer",
         f"{TURBOQUANT_S * 1e6:.0f} µs",
-        "reported for an H100, vllm-project/vllm#53060",
+        "fitted to the only published figure",
     ),
     (
         "prefill compute throughput",
@@ -55,7 +48,11 @@ NUMBERS = (
         "half of the speed published for two Sparks",
     ),
     *(
-        (f"LM head `{head}`", f"{share:.0%} of the bandwidth", ON_H200)
+        (
+            f"LM head `{head}`",
+            f"{share:.0%} of the bandwidth",
+            "fitted" if head == "keep" else ON_H200,
+        )
         for head, share in HEADS.items()
     ),
     (
@@ -79,10 +76,9 @@ def compared_rows(catalog: Catalog) -> Iterator[str]:
         shape, profile = _shape(catalog, model), catalog.profile(name, model)
         computed = compute_speed(shape, profile, requests=figure.requests).tokens_per_s
         error = computed / published - 1
-        error_text = f"{100 * error:+.1f}" + (" (fitted)" if figure.fitted else "")
         source = figure.source.replace("not measured by this project", "")
         source = re.sub(COMMUNITY, "", source).strip(" ,;")
-        figures = (f"{published:g}", source, f"{computed:.1f}", error_text)
+        figures = (f"{published:g}", source, f"{computed:.1f}", f"{100 * error:+.1f}")
         yield row(name, model, figure.requests, *figures)
         missed += [f"{name} with {model}"] if abs(error) > TOLERANCE else []
     estimates = f"Estimates for {', '.join(missed)} are" if missed else "No estimate is"

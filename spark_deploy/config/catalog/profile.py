@@ -149,8 +149,6 @@ class Figure:
     """The same figure as a number, compared with the computed speed."""
     requests: int = Field(default=1, ge=1)
     """With tokens_per_s: concurrent requests; the speed is their total."""
-    fitted: bool = False
-    """Whether parameters of the computed speed were fitted to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
