@@ -35,8 +35,8 @@ from spark_vllm.head.compute import (  # noqa: E402
 from spark_vllm.head.kernel import logits  # noqa: E402
 from timing import graph_us, read_gb_per_s  # noqa: E402
 
-ROWS = 248320
-INPUTS = (3072, 2048, 4096)
+SHAPES = ((248320, 3072), (248320, 2048), (248320, 4096), (32768, 3072))
+"""Rows and inputs: heads of the 122B, 35B and 397B, and the draft vocabulary of profile v3."""
 BATCHES = (1, 2, 3, 4, 8, 9, 12, 16, 24, 32, 48, 64, 128, 256, 512)
 SERVED_BATCHES = list_head_batches(4, 2)
 """Of a profile with four sequences and two drafts."""
@@ -75,9 +75,9 @@ def make_heads(
     }
 
 
-def measure(in_features: int, tiles_name: str) -> dict[str, Any]:
+def measure(rows: int, in_features: int, tiles_name: str) -> dict[str, Any]:
     torch.manual_seed(0)
-    weight = torch.randn(ROWS, in_features, device="cuda").bfloat16()
+    weight = torch.randn(rows, in_features, device="cuda").bfloat16()
     values, scales = quantize_rows(weight)
     tiles = read_table()[tiles_name]
     heads = make_heads(weight, values, scales, tiles)
@@ -93,7 +93,7 @@ def measure(in_features: int, tiles_name: str) -> dict[str, Any]:
     }
     result: dict[str, Any] = {
         "inputs": in_features,
-        "rows": ROWS,
+        "rows": rows,
         "int8_bytes": values.nbytes,
         "scale_bytes": scales.nbytes,
         "read_gb_per_s": {"same_size": round(same_size), "long_read": round(long_read)},
@@ -106,7 +106,7 @@ def measure(in_features: int, tiles_name: str) -> dict[str, Any]:
         "parts": time_new_outputs(values, scales, in_features, tiles),
         "accuracy": {"gaussian": accuracy(weight, heads, 64)},
     }
-    if in_features == INPUTS[0]:
+    if (rows, in_features) == SHAPES[0]:
         result["limited"] = limited(values, scales, in_features)
     served = measure_kernels(weight, values, scales, SERVED_BATCHES)
     result["served"] = {"us": served, "choice": select_fastest(served)}
@@ -172,10 +172,10 @@ def main() -> None:
         **environment(),
         "shapes": [],
     }
-    for size in INPUTS:
-        shape = measure(size, name)
+    for rows, inputs in SHAPES:
+        shape = measure(rows, inputs, name)
         torch.cuda.empty_cache()
-        shape["accuracy"]["student_t3"] = heavy_tailed(size, name)
+        shape["accuracy"]["student_t3"] = heavy_tailed(inputs, name)
         document["shapes"].append(shape)
     write_result(arguments.out, document)
 
