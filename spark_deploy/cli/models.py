@@ -11,7 +11,7 @@ import click
 import yaml
 from spark_contract import files
 
-from spark_deploy.cli.console import Options, note, print_result, shared_options
+from spark_deploy.cli.console import Options, note, print_problem, print_result, shared_options
 from spark_deploy.cli.hosts import inventory_path
 from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.catalog.model import HybridModel, Model, PlainModel
@@ -65,6 +65,8 @@ def models(options: Options, search: Sequence[str], shows_all: bool) -> int:
     lock = read_lock(root / Settings().lock_file)
     user_dir = None if root == CHECKOUT else root
     catalog = read_catalog(user_dir=user_dir).with_repo_metadata(lock.repo_metadata)
+    for problem in catalog.problems():
+        print_problem(problem)
     listed = [
         describe(model, catalog, lock)
         for model in catalog.models.values()

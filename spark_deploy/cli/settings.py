@@ -195,8 +195,7 @@ def _write(file: Path, values: Mapping[str, str], root: Path, *, dry: bool) -> N
     """Change values in a file; keep every other character."""
     # Reading text would change line endings.
     text = file.read_bytes().decode() if file.is_file() else schema_line(root, file, "settings")
-    changed = set_keys(text, values)
-    if changed is None:
+    if (changed := set_keys(text, values)) is None:
         keys = " and ".join(f"{key}: {value}" for key, value in values.items())
         raise SparkError.single(str(file), "cannot edit this file", f"add to the file: {keys}")
     if not dry:
@@ -389,11 +388,12 @@ def _parse_choice(choice: str, catalog: Catalog) -> dict[str, str]:
     model, slash, profile = choice.partition("/")
     if slash and model in models and profile in profiles:
         return {"model": model, "profile": profile}
-    if not slash and choice in models:
-        return {"model": choice}
-    if not slash and choice in profiles:
-        return {"profile": choice}
+    for key, known in (("model", models), ("profile", profiles)):
+        if not slash and choice in known:
+            return {key: choice}
     unknown = profile if slash and model in models else model
+    if problems := catalog.problems(f"models/{unknown}", f"profiles/{unknown}"):
+        raise SparkError(problems)
     shipped = [name for name in models if not name.startswith("lab-")]
     names = f"models: {', '.join(shipped)}; profiles: {', '.join(profiles)}"
     fix = suggest(unknown, [*shipped, *profiles], f"choose from {names}")

@@ -19,6 +19,7 @@ from spark_deploy.config.catalog.load import read_catalog  # noqa: E402
 from spark_deploy.config.catalog.model import HybridModel, Model, PlainModel  # noqa: E402
 from spark_deploy.config.catalog.profile import Profile  # noqa: E402
 from spark_deploy.config.catalog.types import Catalog  # noqa: E402
+from spark_deploy.config.errors import CatalogError  # noqa: E402
 from spark_deploy.config.settings.types import Settings  # noqa: E402
 from spark_deploy.plan.memory import gib, loaded_bytes, plan_memory, weight_sizes  # noqa: E402
 from tools.docs import evidence, screens, speed  # noqa: E402
@@ -29,7 +30,10 @@ DEFAULT = Settings()
 
 @functools.cache
 def catalog() -> Catalog:
-    return read_catalog()
+    found = read_catalog()
+    if problems := found.problems():
+        raise CatalogError(problems)
+    return found
 
 
 def main() -> int:

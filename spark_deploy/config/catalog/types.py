@@ -131,6 +131,12 @@ class Catalog:
         models: Mapping[str, Model] = LazyMapping(self.models, read_model)
         return replace(self, models=models, profiles=LazyMapping(self.profiles, read_profile))
 
+    def problems(self, *files: str) -> list[Problem]:
+        """Read all files; return the mistakes in these files or, without arguments, in all."""
+        len(self.models), len(self.profiles)
+        broken = self.broken.items()
+        return [p for (name, *_), found in broken if not files or name in files for p in found]
+
     @property
     def profile_names(self) -> tuple[str, ...]:
         return tuple(sorted({profile for profile, _ in self.profiles}))

@@ -4,7 +4,10 @@ import sys
 
 import pytest
 
+from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.config.errors import CatalogError
+from tools.docs import generate
 
 
 @pytest.mark.slow
@@ -12,6 +15,14 @@ def test_generated_docs_are_current():
     command = [sys.executable, str(CHECKOUT / "tools/docs/generate.py"), "--check"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+
+
+def test_docs_are_not_generated_from_a_catalog_with_an_invalid_file(tmp_path, monkeypatch):
+    (tmp_path / "catalog/models").mkdir(parents=True)
+    (tmp_path / "catalog/models/mine.yml").write_text("sumary: x\n")
+    monkeypatch.setattr(generate, "read_catalog", lambda: read_catalog(user_dir=tmp_path))
+    with pytest.raises(CatalogError, match=r"catalog/models/mine.yml: sumary: unknown key"):
+        generate.catalog.__wrapped__()
 
 
 def test_readme_and_speed_page_give_the_same_speed():

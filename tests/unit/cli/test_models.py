@@ -9,6 +9,7 @@ from spark_deploy.config.settings.engine import EngineSettings
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.plan.memory import missing_bytes
 from spark_deploy.plan.resolve import plan_problems
+from tests.unit.cli.targets import write_inventory
 
 
 def listed(capsys, *words):
@@ -53,3 +54,19 @@ def test_models_command_lists_models_matching_a_word_and_rejects_a_typo(
     assert set(listed(capsys, "embed")) == {"jina-embeddings-v5-small"}
     assert main(["models", "qwen3.5-122c"]) == 1
     assert "qwen3.5-122b" in capsys.readouterr().err
+
+
+def test_an_invalid_model_file_is_reported_instead_of_hidden(tmp_path, monkeypatch, capsys):
+    write_inventory(tmp_path / "inventory/spark.py", "a")
+    for kind in ("models", "profiles"):
+        (tmp_path / f"catalog/{kind}").mkdir(parents=True)
+        (tmp_path / f"catalog/{kind}/mine-{kind}.yml").write_text("sumary: x\n")
+    monkeypatch.chdir(tmp_path)
+    assert "qwen3.5-122b" in listed(capsys)
+    assert main(["models"]) == 0
+    assert "catalog/models/mine-models.yml: sumary: unknown key" in capsys.readouterr().err
+    for words in (["models", "mine-models"], ["use", "mine-models"], ["use", "mine-models/v2"]):
+        assert main(words) == 1
+        assert "catalog/models/mine-models.yml: sumary: unknown key" in capsys.readouterr().err
+    assert main(["use", "mine-profiles"]) == 1
+    assert "catalog/profiles/mine-profiles.yml: sumary: unknown key" in capsys.readouterr().err
