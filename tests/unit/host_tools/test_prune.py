@@ -7,12 +7,14 @@ from prune_machine import BASE, RUN, A, B, C, D, add_generations, names, write_j
 from spark_contract import files
 from spark_contract.documents import DocumentError
 from spark_contract.tool import HostToolError
-from spark_host.cleanup import prune
+from spark_host.cleanup import prune, resources
 from spark_host.records import boot
 from spark_host.rollout import steps
 from spark_host.rollout.rollout import plan_rollback, rollout_lock
 from spark_host.system import docker
 from stub_host import fail_without_space
+
+from tests.receipts import source_receipt
 
 
 @pytest.fixture
@@ -215,6 +217,26 @@ def test_prune_removes_unfinished_folders(machine, name):
     assert unfinished.name in names(machine.plan(), "tree")
     machine.prune()
     assert not unfinished.exists()
+
+
+@pytest.mark.usefixtures("checkpoints")
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *(("models", name) for name in ("model-{}", ".model-{}.partial", "model-{}.damaged")),
+        *(("../usr/local/lib/spark", name) for name in ("{}", "{}.new", ".new-x{}")),
+    ],
+)
+def test_next_prune_finishes_an_interrupted_removal(machine, monkeypatch, kind, name):
+    folder = machine.folder(kind, name.format("9" * 12), receipt=source_receipt())
+    before = set(folder.parent.iterdir()) - {folder}
+    with monkeypatch.context() as interruption:
+        interruption.setattr(files, "sync_directory", fail_without_space)
+        with pytest.raises(OSError, match="space"):
+            resources.remove_folder(folder)
+    (left,) = set(folder.parent.iterdir()) - before
+    machine.prune()
+    assert not left.exists()
 
 
 @pytest.mark.usefixtures("checkpoints")

@@ -20,11 +20,13 @@ from spark_host.system.folders import remove_tree
 from spark_host.system.host import read_document
 
 # Names of incomplete, damaged and partly removed folders.
-_UNFINISHED = re.compile(r"^(?:\.(?P<hidden>.+)\.(?:partial|pruned)|(?P<plain>.+)\.damaged)$")
+_UNFINISHED = re.compile(
+    r"^(?:\.(?P<hidden>.+?)(?:\.(?:partial|damaged|pruned))+|(?P<plain>.+)\.damaged)$"
+)
 _PRUNED = ".pruned"
 OLD_TOOLS = re.compile(
-    rf"^(site-|quantizer-)?{DIGEST12}(\.new)?$|^\.(site-|quantizer-)?{DIGEST12}\{_PRUNED}$"
-    r"|^\.new-\w+$"
+    rf"^(site-|quantizer-)?{DIGEST12}(\.new)?$"
+    rf"|^\.((site-|quantizer-)?{DIGEST12}(\.new)?|new-\w+)\{_PRUNED}$|^\.new-\w+$"
 )
 LINKED_TOOLS = ("current", "site", "quantizer")
 
