@@ -74,8 +74,8 @@ def test_remote_and_local_donors_give_identical_results(workshop, build_remote):
     assert workshop.read("receipt.json")["donor_sha256"] == sha256
 
 
-def lie_about(hub, name):
-    """Flip the lowest bit of a tensor of the donor; every header stays the same."""
+def lie_about(hub, name, mask=1):
+    """Flip bits in the first byte of a tensor of the donor; every header stays the same."""
     for path in (hub.root / DONOR).glob("*.safetensors"):
         header = read_header(path)
         if name in header.tensors:
@@ -88,7 +88,7 @@ def lie_about(hub, name):
         first, last = parse_range(handler)
         if not first <= at <= last or name not in str(data[: header_bytes(data)]):
             return False
-        handler.serve(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        handler.serve(data[:at] + bytes([data[at] ^ mask]) + data[at + 1 :])
         return True
 
     hub.fault = fault
@@ -264,6 +264,15 @@ def test_next_run_reuses_ranges_downloaded_before_failure(hub, build_remote):
     build_remote(parallel=1)
     assert staged
     assert not staged & set(requested)
+
+
+def test_next_run_downloads_damaged_weights_again(workshop, hub, build_remote):
+    lie_about(hub, f"{workshop.modules[0]}.weight", mask=0x80)
+    refused = build_remote(check=False)
+    assert refused.returncode == 3
+    assert "fix: download the FP8 source again" in refused.stderr
+    hub.fault = None
+    build_remote()
 
 
 def test_reads_single_file_donor_without_index(workshop, hub, build_remote):

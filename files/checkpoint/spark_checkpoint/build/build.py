@@ -89,7 +89,12 @@ class _Build:
         peak = peak_bytes(plan, base, required, sources.mtp_missing)
         storage.check_free_space(plan.out_dir.parent, peak, f"building {plan.name}")
         spans, donor_sha256 = self._stage_donor(sources, required, donor_dir)
-        changes = self._make_changes(sources, required, spans)
+        try:
+            changes = self._make_changes(sources, required, spans)
+        except ValidationError:
+            # The next run must not reuse the donor's bytes, because they may be damaged.
+            shutil.rmtree(donor_dir, ignore_errors=True)
+            raise
         self.result_dir.mkdir()
         layout = self._write_files(sources, hashes, changes)
         donor_bytes = sum(tensor.size_bytes for tensor in required.values())
