@@ -278,8 +278,14 @@ def plan_document(plan: HostPlan) -> dict[str, Any]:
     """Return a host's plan as plain data, with disk totals and the unit's limits."""
     drop_in = release.release_files(plan)[-1]  # 50-release.conf
     peak_bytes, after_bytes = disk_total(plan.disk)
+    document = to_plain(plan)
+    for model in (document, *document["ready"], *document["services"]):
+        texts = {"vocabulary": "text", "requantized": "calibration"}
+        for part, text in texts.items():  # of local files, up to 64 MiB
+            (model[part] or {}).pop(text, None)
+        (model["checkpoint"] or {}).get("base", {}).pop("calibration", None)
     return {
-        **to_plain(plan),
+        **document,
         "disk_total": {"peak_bytes": peak_bytes, "after_bytes": after_bytes},
         "unit": {
             "name": plan.release.serve_unit,

@@ -1,3 +1,4 @@
+import json
 import re
 import shutil
 import subprocess
@@ -178,3 +179,23 @@ def test_commands_installed_on_the_host_run_as_root(tmp_path, name, user_id, out
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert done.stdout.strip() == output
+
+
+@pytest.mark.parametrize(
+    ("key", "settings"),
+    [
+        (
+            "engine.draft_vocabulary_text",
+            {"engine.head": "int8-triton", "engine.draft_vocabulary_tokens": 32768},
+        ),
+        ("requantize.calibration", {"checkpoint.source": "requantized", "requantize.iters": 1}),
+    ],
+)
+def test_plan_document_does_not_contain_the_text_of_local_files(tmp_path, key, settings):
+    text = json.dumps({"text": "our private words"})
+    (tmp_path / "text.jsonl").write_text(text)
+    settings = {**settings, key: str(tmp_path / "text.jsonl")}
+    plan = plan_of(keep_ready=[{"model": "large", "profile": "v2-tq"}], **settings)
+    assert text in repr(plan)
+    assert text in repr(plan.ready)
+    assert "private words" not in json.dumps(plan_document(plan))
