@@ -62,7 +62,8 @@ _SMI_ERRORS: tuple[tuple[str, SmiStatus], ...] = (
     ("Driver/library version mismatch", "mismatch"),
     ("No devices were found", "no-devices"),
 )
-_DRIVER_PACKAGE = re.compile(r"ii\s+nvidia-driver-(\d+)(?:-open|-server|-server-open)?\s")
+# The version counts: Ubuntu turns the package of an old branch into one that needs the new branch.
+_DRIVER_PACKAGE = re.compile(r"ii\s+nvidia-driver-\d+(?:-open|-server|-server-open)?\s+(\d+)")
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,6 +160,10 @@ CASES = {
         "driver|580, 590",
         driver_packages=["ii  nvidia-driver-580-open 580.1", "ii  nvidia-driver-590 590.4"],
     ),
+    # Ubuntu turns the packages of an old branch into empty packages that need the new branch.
+    "transitional driver package": fits(
+        driver_packages=["ii  nvidia-driver-575-open 580.1", "ii  nvidia-driver-580-open 580.1"]
+    ),
     "system": rejected("expected ubuntu 24.04", os_release=["ID=ubuntu", 'VERSION_ID="26.04"']),
     "sudo": rejected("sudo|ann cannot become root|bootstrap", sudo=["no", "ann"]),
     **{
