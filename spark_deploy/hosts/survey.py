@@ -185,11 +185,17 @@ systemctl list-units --plain --no-legend --state=active,activating '{SERVE.unit(
 """
 
 
+def _tailscale(lines: Sequence[str]) -> str:
+    """Return the address, which may follow warnings, or the first line."""
+    addresses = (line for line in lines if re.fullmatch(r"[0-9.]{7,15}", line))
+    return next(addresses, next(iter(lines), ""))
+
+
 _OTHER_SCRIPT = rf"""
 echo '== stubs'
 dpkg-query -W -f '${{db:Status-Abbrev}} ${{Package}} ${{Version}}\n' | grep -F {LAB_STUB_SUFFIX}
 echo '== daily'; head -c 65536 {DAILY} 2>/dev/null; echo
-echo '== tailscale'; tailscale ip -4 2>&1 | head -n 1
+echo '== tailscale'; tailscale ip -4 2>&1
 echo '== unit-files'; {units.list_unit_files_command()}
 """
 
@@ -300,7 +306,7 @@ class HostSurvey(facts.HostFact[Survey]):
                 " ".join(line.split()[1:3]) for line in sections["stubs"] if line[:2] == "ii"
             ),
             images=tuple(sections["images"]),
-            tailscale=sections.first("tailscale"),
+            tailscale=_tailscale(sections["tailscale"]),
             stored=disk.parse_stored(sections["stored"]),
             daily=daily.problems if daily else (),
             parents=tuple(disk.parse_parents(sections["parents"])),

@@ -129,7 +129,7 @@ LANGUAGE = " language-pack-gnome-de-base  translations"
 NO_TAILSCALE = ["sh: 1: tailscale: not found"]
 DROP_IN = "/etc/systemd/system/spark-serve@.service.d/override.conf"
 UNIT_FILES = [f"f {DROP_IN.replace('/spark-', '/ spark-')}"]
-TAILSCALE = {"tailscale": True}
+TAILSCALE, IP = {"tailscale": True}, "100.101.102.103"
 CASES = {
     "factory Spark": fits(),
     "drop-in of a local administrator": rejected(f"{DROP_IN}|remove", unit_files=UNIT_FILES),
@@ -205,6 +205,10 @@ CASES = {
         "tailscale|Stopped", needs=TAILSCALE, tailscale=["no Tailscale IPs; state: Stopped"]
     ),
     "tailscale": fits(TAILSCALE, tailscale=["100.101.102.103"]),
+    "tailscale with a warning": fits(
+        TAILSCALE,
+        tailscale=['Warning: client version "1.90.6" != tailscaled server version "1.88.3"', IP],
+    ),
     "an engine serves": rejected("memory|24.3 GiB|stop", meminfo=ENGINE_SERVES),
     "a process uses the memory": rejected(
         *("process llama-server|40.0 GiB", "memory|57.2 GiB available"),
