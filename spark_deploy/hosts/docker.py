@@ -285,14 +285,18 @@ def keys_not_in_effect(planned: Mapping[str, Any], state: Docker) -> tuple[str, 
     """Return our keys that the daemon does not use yet.
 
     `docker info` does not show some keys. They count as unused if daemon.json must change, or has
-    changed since the daemon started.
+    changed since the daemon read it.
     """
     present = parse_daemon_json(state.daemon_json or "")
-    is_newer = state.daemon_json_mtime_s > state.started_at_s
+
+    def is_unread(key: str) -> bool:
+        read_at_s = state.loaded_at_s if key in RELOADABLE else state.started_at_s
+        return state.daemon_json_mtime_s > read_at_s
+
     not_shown = (
         key
         for key, value in planned.items()
-        if key not in _IN_EFFECT and (is_newer or merge(present, {key: value}) != present)
+        if key not in _IN_EFFECT and (is_unread(key) or merge(present, {key: value}) != present)
     )
     return (*unmet_keys(planned, state.info), *not_shown)
 

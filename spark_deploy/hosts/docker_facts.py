@@ -44,7 +44,7 @@ echo '== engine'; command -v dockerd; readlink -f "$(command -v docker)"
 [ -e /snap/bin/docker ] && echo /snap/bin/docker
 echo '== unit'
 systemctl show -p LoadState -p ActiveState -p UnitFileState -p ExecMainStartTimestamp \
-  --timestamp=us+utc docker.service
+  -p StateChangeTimestamp --timestamp=us+utc docker.service
 echo '== daemon-json'
 [ -e {DAEMON_JSON} ] && {{ stat -c 'mtime=%.Y' {DAEMON_JSON}; cat {DAEMON_JSON}; }}
 echo '== info'
@@ -70,7 +70,8 @@ echo '== kernel'; uname -r
 class Docker:
     dockerd: str  # path; "" if docker is not installed
     snap: bool
-    unit: dict[str, str]  # LoadState ActiveState UnitFileState ExecMainStartTimestamp
+    # LoadState ActiveState UnitFileState ExecMainStartTimestamp StateChangeTimestamp
+    unit: dict[str, str]
     daemon_json: str | None  # content of the file; None if missing
     daemon_json_mtime_s: float
     info: dict[str, Any]  # {} if the daemon does not respond
@@ -94,8 +95,16 @@ class Docker:
 
     @property
     def started_at_s(self) -> float:
+        return self._time_s("ExecMainStartTimestamp")
+
+    @property
+    def loaded_at_s(self) -> float:
+        """Time of the last start or reload."""
+        return self._time_s("StateChangeTimestamp")
+
+    def _time_s(self, name: str) -> float:
         # Format: Mon 2026-01-05 10:00:00.123456 UTC
-        timestamp = self.unit.get("ExecMainStartTimestamp", "")
+        timestamp = self.unit.get(name, "")
         match = re.search(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d{6})?", timestamp)
         return datetime.fromisoformat(f"{match[0]}+00:00").timestamp() if match else 0.0
 
