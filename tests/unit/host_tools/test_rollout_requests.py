@@ -265,6 +265,26 @@ def test_timed_stop_still_ends_after_a_power_cut(sim):
     assert calls.index("enable") < calls.index("write stopped"), "timer first"
 
 
+def test_timed_stop_still_ends_if_its_timer_elapses_during_the_stop(sim, monkeypatch):
+    make_good(sim, A)
+    host, waiting = sim.host(), []
+    start = host.units.start_in_background
+
+    def start_and_elapse(unit):
+        start(unit)
+        try:
+            boot.start_when_due("main", sim.host())
+        except BlockingIOError:  # it waits for the lock
+            waiting.append(unit)
+
+    monkeypatch.setattr(host.units, "start_in_background", start_and_elapse)
+    boot.stop_service("main", "ann", host, 60)
+    for _ in waiting:
+        boot.start_when_due("main", sim.host())
+    assert boot.is_stopped("main", sim.host())
+    assert TIMER in sim.links
+
+
 @pytest.mark.parametrize("stops", [True, False], ids=["permanent stop", "manual start"])
 def test_start_or_permanent_stop_replaces_a_timed_stop(sim, stops):
     make_good(sim, A)

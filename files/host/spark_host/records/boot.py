@@ -164,10 +164,10 @@ def stop_service(service: str, by: str, host: Host, for_s: float | None = None) 
     """Stop a service for ``for_s`` seconds, or else until a manual start, even across reboots."""
     enabled, running = enabled_releases(service, host), active_release(service, host)
     until = host.clock.now(for_s) if for_s else None
-    if until:  # before the stop, so that a power cut cannot leave the service stopped
-        host.units.enable(SCHEDULED_START_TIMER.unit(service))
-        host.units.start_in_background(SCHEDULED_START_TIMER.unit(service))
     with _marker_lock(service, host):
+        if until:  # before the stop, so that a power cut cannot leave the service stopped
+            host.units.enable(SCHEDULED_START_TIMER.unit(service))
+            host.units.start_in_background(SCHEDULED_START_TIMER.unit(service))
         marker = host.disk.read(Stopped, host.paths.stopped(service))
         if marker is None or marker.by is None:
             release = running or next(iter(enabled), None) or read_known_good(service, host).release
@@ -184,12 +184,12 @@ def stop_service(service: str, by: str, host: Host, for_s: float | None = None) 
 
 def start_when_due(service: str, host: Host) -> int:
     """Start the service if the timed stop is over."""
-    marker = host.disk.read(Stopped, host.paths.stopped(service))
-    if marker is None or marker.until is None:
-        _cancel_scheduled_start(service, host)
-    elif marker.until <= host.clock.now():
-        return start_service(service, host)
-    return 0
+    with _marker_lock(service, host):
+        marker = host.disk.read(Stopped, host.paths.stopped(service))
+        if marker is None or marker.until is None:
+            _cancel_scheduled_start(service, host)
+            return 0
+    return start_service(service, host) if marker.until <= host.clock.now() else 0
 
 
 def _cancel_scheduled_start(service: str, host: Host) -> None:
