@@ -4,7 +4,8 @@ import socket
 
 import gateway_client
 import pytest
-from gateway_client import free_port, recording_gateway
+from gateway_client import free_port, recording_gateway, running_gateway
+from socket_servers import accepting
 from stub_host import REPOSITORY
 
 # First lines of requests that may reach the engine.
@@ -156,3 +157,15 @@ def test_requests_without_a_key_cannot_open_a_tunnel(nginx_host, balancer, monke
 def test_clients_that_offer_http2_get_an_answer(recorded):
     headers = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2_Settings": "AAEA"}
     assert recorded.status("/v1/models", **headers) == 200
+
+
+def test_no_request_is_lost_when_the_engine_closes_an_idle_connection(nginx_host):
+    def serve(connection):
+        with connection:
+            connection.recv(65536)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+            connection.recv(65536)  # uvicorn's idle time ends as the next request arrives
+
+    engine = accepting(nginx_host.paths.engine_socket("main"), serve)
+    with engine, running_gateway(nginx_host, engine=False) as client:
+        assert [client.status("/v1/models") for _ in range(4)] == [200] * 4

@@ -206,7 +206,6 @@ def render_config(settings: Gateway, paths: Paths) -> str:
     upstreams = (
         f"upstream {_upstream_name(service, settings)} {{\n"
         f"        server unix:{paths.engine_socket(service)} max_fails=0;\n"
-        "        keepalive 16;\n"
         "    }"
         for service in dict.fromkeys((settings.service, *settings.routes.values(), *names))
     )
