@@ -143,6 +143,7 @@ class Piece(NamedTuple):
 class FileHashes(NamedTuple):
     sha256: str
     pieces: tuple[Piece, ...]
+    stamp: Stamp | None = None  # when the hashes were verified
 
 
 class PieceHasher:
@@ -179,12 +180,13 @@ class PieceHasher:
 
 
 def hash_with_pieces(path: Path, on_bytes: Callable[[int], None]) -> FileHashes:
+    stamp = read_stamp(path)
     whole, pieces = hashlib.sha256(), PieceHasher()
     for buffer in read_buffers(path):
         whole.update(buffer)
         pieces.update(buffer)
         on_bytes(len(buffer))
-    return FileHashes(whole.hexdigest(), pieces.pieces())
+    return FileHashes(whole.hexdigest(), pieces.pieces(), stamp)
 
 
 class ContentHash:

@@ -243,7 +243,8 @@ def hash_base(
     for file in receipt.files:
         pieces = _read_pieces(file)
         if file.sha256 is not None:
-            hashes[file.path] = FileHashes(file.sha256, pieces or ())
+            stamp = storage.read_stamp(directory / file.path)
+            hashes[file.path] = FileHashes(file.sha256, pieces or (), stamp)
         needs_pieces = plan.layout == "full" or file.path in rewritten
         lacks_hashes = file.sha256 is None or (needs_pieces and pieces is None)
         if lacks_hashes or file.may_have_changed(directory):
@@ -255,6 +256,14 @@ def hash_base(
             )
         hashes[name] = actual
     return hashes
+
+
+def check_unchanged(directory: Path, hashes: Mapping[str, FileHashes]) -> None:
+    """Raise ValidationError if a base file changed after its hashes were verified."""
+    for name, file in hashes.items():
+        if storage.read_stamp(directory / name) != file.stamp:
+            fix = "run the command again, and do not change the base during the build"
+            raise ValidationError(str(directory / name), "changed during the build", fix)
 
 
 def _load_base_receipt(plan: BuildPlan) -> receipts.AnyReceipt:

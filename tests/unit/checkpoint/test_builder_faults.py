@@ -219,6 +219,15 @@ def test_detects_a_base_that_changes_during_the_build(scene, act):
     assert not scene.out.exists()
 
 
+@pytest.mark.parametrize("act", ["append", "truncate", "rewrite"])
+def test_overlay_never_contains_a_base_file_that_changed_during_the_build(scene, act):
+    plan, shard = scene.write_plan(layout="overlay"), largest_shard(scene)
+    done = run_broken("build", plan, act=act, number=1, path=shard, names=["link"])
+    assert done.returncode == 3
+    assert f"{shard}: changed during the build" in done.stderr
+    assert not scene.out.exists()
+
+
 def test_rejects_truncated_donor(scene):
     shard = sorted(scene.donor_dir.glob("*.safetensors"))[1]
     os.truncate(shard, shard.stat().st_size - 1)

@@ -149,6 +149,7 @@ class _Build:
             written = table.write(self.result_dir, self.progress)
             layout.files.append(layouts.make_entry(table.file_name, written))
         self._write_documents(sources, changes, layout)
+        verify.check_unchanged(base.directory, hashes)
         return layout
 
     def _write_receipt(
