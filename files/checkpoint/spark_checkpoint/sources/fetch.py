@@ -81,7 +81,7 @@ class _Download:
     def _write_receipt(self) -> None:
         entries = []
         for file in sorted(self.plan.files, key=lambda file: file.path):
-            sha256, pieces = self.hashes[file.path]
+            sha256, pieces, _ = self.hashes[file.path]
             # The hash of a single piece would repeat the hash of the file.
             piece_lines = tuple(map(str, pieces)) if len(pieces) > 1 else None
             stamp = storage.read_stamp(self.result_dir / file.path)
