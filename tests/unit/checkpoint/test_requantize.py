@@ -21,6 +21,7 @@ from spark_checkpoint import ValidationError, autoround_job
 from spark_checkpoint.directory import read_checkpoint
 from spark_checkpoint.headers import Header, Tensor
 from spark_checkpoint.requantize import check_packable, packed_modules, skip_reason
+from spark_contract.fetching import partial_tree
 
 from lab.model import original, repository, rounding, vocabulary
 from lab.model.safetensors import Tensors, write_model
@@ -336,6 +337,33 @@ def test_packing_handles_the_tensor_names_of_every_16_bit_repository():
         assert [module for module in packed_modules(plan) if skip_reason(module)] == [], model.name
 
 
+def copy_from(peer, bench, tmp_path):
+    """Quantize again with the peer's files as a source; return the finished process."""
+    receipt = (peer.root / ("1" * 64) / "files/receipt.json").read_bytes()
+    (tmp_path / "key").write_text("key\n")
+    copies = {
+        "schema_version": 1,
+        "digest": "1" * 64,
+        "trees": [{"url": peer.url, "receipt_sha256": hashlib.sha256(receipt).hexdigest()}],
+        "key_file": str(tmp_path / "key"),
+    }
+    (tmp_path / "copy.json").write_text(json.dumps(copies))
+    shutil.rmtree(bench.out)
+    return bench.run("--or-copy", tmp_path / "copy.json")
+
+
+def test_copies_from_a_peer_after_an_interrupted_copy(bench, tmp_path):
+    bench.run()
+    with Hub(tmp_path / "peer") as peer:
+        shutil.copytree(bench.out, peer.root / ("1" * 64) / "files")
+        interrupted = partial_tree(bench.out)
+        interrupted.mkdir(parents=True)
+        (interrupted / "config.json").write_text("{")
+        done = copy_from(peer, bench, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "copied from" in done.stderr
+
+
 @pytest.mark.gate
 @pytest.mark.parametrize("name", ["chat_template.jinja", "modeling_evil.py", "x/config.json"])
 def test_copies_only_data_files_from_a_peer(bench, tmp_path, name):
@@ -350,17 +378,7 @@ def test_copies_only_data_files_from_a_peer(bench, tmp_path, name):
         sha256 = hashlib.sha256(b"{}").hexdigest()
         receipt["files"].append({"path": name, "size_bytes": 2, "sha256": sha256})
         (tree / "receipt.json").write_text(json.dumps(receipt))
-        sha256 = hashlib.sha256((tree / "receipt.json").read_bytes()).hexdigest()
-        (tmp_path / "key").write_text("key\n")
-        copies = {
-            "schema_version": 1,
-            "digest": "1" * 64,
-            "trees": [{"url": peer.url, "receipt_sha256": sha256}],
-            "key_file": str(tmp_path / "key"),
-        }
-        (tmp_path / "copy.json").write_text(json.dumps(copies))
-        shutil.rmtree(bench.out)
-        done = bench.run("--or-copy", tmp_path / "copy.json")
+        done = copy_from(peer, bench, tmp_path)
     assert done.returncode == 0, done.stderr
     is_data = name.endswith(".jinja")
     assert ("copied from" in done.stderr, (bench.out / name).exists()) == (is_data, is_data)

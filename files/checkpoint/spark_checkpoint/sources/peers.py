@@ -183,6 +183,7 @@ def copy_from_peer(
         try:
             client = HttpClient(transfer, (tree.url,), direct=True)
             receipt = _read_receipt(client, url + RECEIPT_NAME, tree.receipt_sha256, plan, kind)
+            shutil.rmtree(result_dir, ignore_errors=True)  # of an interrupted run
             result_dir.mkdir()
             copy(transfer, url, receipt)
         except (BuilderError, OSError, ValueError) as error:
