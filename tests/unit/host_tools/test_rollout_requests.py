@@ -8,7 +8,7 @@ from spark_contract import documents
 from spark_contract.records import Stopped
 from spark_contract.status import NamedRelease, Rollback, RunningRollout, StartedRollout
 from spark_contract.tool import HostToolError
-from spark_contract.units import SCHEDULED_START_TIMER, SWITCH
+from spark_contract.units import SCHEDULED_START_TIMER, SERVE, SWITCH
 from spark_host.records import boot
 from spark_host.rollout import record, rollout
 
@@ -242,6 +242,22 @@ def test_second_stop_keeps_the_name_of_the_first_user(sim):
     boot.stop_service("main", "ben@laptop", sim.host())
     assert sim.documents[sim.paths.stopped("main")] == first
     assert (first.by, first.release) == ("ann@desk", A)
+
+
+def test_stop_also_stops_a_release_that_starts_meanwhile(sim, monkeypatch):
+    make_good(sim, A)
+    host = sim.host()
+    locked = host.disk.locked
+
+    def lock_late(path, **options):
+        sim.stop(SERVE.unit(A))
+        sim.start(SERVE.unit(B))  # a rollout
+        return locked(path, **options)
+
+    monkeypatch.setattr(host.disk, "locked", lock_late)
+    boot.stop_service("main", "ann", host)
+    sim.settle()
+    assert boot.active_release("main", sim.host()) is None
 
 
 def test_timed_stop_ends_and_removes_its_timer(sim):

@@ -175,7 +175,8 @@ def stop_service(service: str, by: str, host: Host, for_s: float | None = None) 
         host.disk.write(host.paths.stopped(service), replace(marker, until=until))
     if marker.until and not until:
         _cancel_scheduled_start(service, host)
-    for name in filter(None, {*enabled, running}):
+    # A rollout may have started another release before the marker was written.
+    for name in filter(None, {*enabled, running, active_release(service, host)}):
         host.units.stop(SERVE.unit(name), _STOP_TIMEOUT_S)
     until_text = f" until {until}" if until else ""
     print(f"{service}: stopped{until_text}; run `spark-deploy start` to start it")
