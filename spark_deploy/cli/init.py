@@ -21,7 +21,7 @@ from spark_deploy.cli.console import (
     profile_option,
     shared_options,
 )
-from spark_deploy.cli.models import PLAIN_PROFILE, SCHEMAS, find_fitting_profiles, is_stage
+from spark_deploy.cli.models import PLAIN_PROFILE, SCHEMAS, find_fitting_profiles
 from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import Problem, SparkError
@@ -200,7 +200,7 @@ def _settings_text(model: str | None, profile: str | None) -> str:
     catalog = read_catalog()
     model = model or Settings().model
     fitting = find_fitting_profiles(model, catalog)
-    profiles = [name for name in fitting if not is_stage(catalog.profile(name, model))]
+    profiles = [name for name in fitting if not catalog.profile(name, model).only_compared]
     profile = profile or next(iter(profiles), Settings().profile)
     others = [name for name in profiles if name not in (profile, PLAIN_PROFILE)]
     values = {

@@ -15,7 +15,6 @@ from spark_deploy.cli.console import Options, note, print_problem, print_result,
 from spark_deploy.cli.hosts import inventory_path
 from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.catalog.model import HybridModel, Model, PlainModel
-from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.catalog.types import Catalog
 from spark_deploy.config.checkout import CHECKOUT, catalog_files
 from spark_deploy.config.errors import CatalogError, SettingsError, SparkError
@@ -109,7 +108,7 @@ def describe(model: Model, catalog: Catalog, lock: Lock) -> ListedModel:
         choices={
             name: catalog.profile(name, model.name).choose_when
             for name in next(filter(None, profiles.values()), [])
-            if not is_stage(catalog.profile(name, model.name))
+            if not catalog.profile(name, model.name).only_compared
         },
         fixes={
             count: required_change(model.name, best or Settings().profile, catalog, count)
@@ -148,14 +147,9 @@ def find_fitting_profiles(model: str, catalog: Catalog, count: int = 1) -> list[
             name != default,
             # `plain` comes first for published checkpoints, and last for checkpoints that we build.
             (name == PLAIN_PROFILE) == isinstance(catalog.model(model), HybridModel),
-            is_stage(catalog.profile(name, model)),
+            catalog.profile(name, model).only_compared,
         ),
     )
-
-
-def is_stage(profile: Profile) -> bool:
-    """Return whether the profile exists only for comparison with other profiles."""
-    return profile.choose_when.startswith("you compare")
 
 
 def _matches(model: Model, words: Iterable[str]) -> bool:

@@ -145,11 +145,11 @@ def profile_sections() -> Iterator[str]:
     profiles = [catalog().profile(name, Settings().model) for name in catalog().profile_names]
     yield ("| profile | choose this when | shared experts | LM head | KV cache | drafts | plugin |")
     yield "|---|---|---|---|---|---|---|"
-    for shown in filter(_is_chosen_by_users, profiles):
+    for shown in (profile for profile in profiles if not profile.only_compared):
         drafts = shown.speculation.tokens if shown.speculation else 0
         parts = (shown.shared_experts, shown.head, shown.kv_cache.dtype, drafts)
         yield row(f"`{shown.name}`", shown.choose_when, *parts, "yes" if shown.plugin else "no")
-    others = (f"`{shown.name}`" for shown in profiles if not _is_chosen_by_users(shown))
+    others = (f"`{shown.name}`" for shown in profiles if shown.only_compared)
     yield f"\n`bench --ladder` also measures profiles between `base` and `v2`: {', '.join(others)}."
     for model in _for_sparks():
         fitting = [catalog().profile(name, model.name) for name in _fitting(model)]
@@ -163,11 +163,7 @@ def profile_sections() -> Iterator[str]:
 
 
 def _is_for_use(profile: Profile) -> bool:
-    return profile.name != "plain" and _is_chosen_by_users(profile)
-
-
-def _is_chosen_by_users(profile: Profile) -> bool:
-    return not profile.choose_when.startswith("you compare stages")
+    return profile.name != "plain" and not profile.only_compared
 
 
 def guard_rails() -> Iterator[str]:

@@ -27,7 +27,7 @@ _CheckedProfile = Annotated[Profile, CHECK_VIOLATIONS]
 _CheckedPlain = Annotated[PlainModel, CHECK_VIOLATIONS]
 _CheckedHybrid = Annotated[HybridModel, CHECK_VIOLATIONS]
 # These keys describe only the profile that contains them.
-_NOT_INHERITED = ("summary", "choose_when", "published", "stage", "proven")
+_NOT_INHERITED = ("summary", "choose_when", "published", "stage", "only_compared", "proven")
 
 
 def read_catalog(checkout: Path = CHECKOUT, *, user_dir: Path | None = None) -> Catalog:

@@ -203,6 +203,8 @@ class Profile:
     """Published figures with sources; never our measurements."""
     stage: PositiveInt | SkipJsonSchema[None] = None
     """Position in `bench --ladder`, which measures profiles that differ in a single feature."""
+    only_compared: bool = False
+    """Exists only for comparison with other profiles; `models` and `init` do not suggest it."""
     proven: tuple[ResultRow, ...] = Field(default=(), json_schema_extra=UNIQUE)
     """Rows of result files about this profile."""
     shared_experts: Scheme = Field(

@@ -70,3 +70,17 @@ def test_an_invalid_model_file_is_reported_instead_of_hidden(tmp_path, monkeypat
         assert "catalog/models/mine-models.yml: sumary: unknown key" in capsys.readouterr().err
     assert main(["use", "mine-profiles"]) == 1
     assert "catalog/profiles/mine-profiles.yml: sumary: unknown key" in capsys.readouterr().err
+
+
+def test_only_profiles_marked_for_comparison_are_left_out_of_the_choices(
+    tmp_path, monkeypatch, capsys
+):
+    write_inventory(tmp_path / "inventory/spark.py", "a")
+    (tmp_path / "catalog/profiles").mkdir(parents=True)
+    (tmp_path / "catalog/profiles/mine.yml").write_text(
+        "based_on: hybrid-mtp1\nsummary: Mine\nchoose_when: you compare texts in two languages\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    choices = listed(capsys, "qwen3.5-122b")["qwen3.5-122b"]["choices"]
+    assert {"mine", "base", "v2", "v2-tq"} <= choices.keys()
+    assert not {"base-mtp1", "hybrid", "hybrid-mtp1", "hybrid-mtp2"} & choices.keys()
