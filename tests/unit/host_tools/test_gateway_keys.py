@@ -24,6 +24,7 @@ from gateway_client import (
 from simulated_host import Killed
 from spark_contract.tool import HostToolError
 from spark_host.gateway import gateway, keys
+from spark_host.system import host as system
 from stub_host import REPOSITORY
 from test_gateway_limits import answered, connect, request
 
@@ -201,33 +202,52 @@ def test_counts_admitted_requests_and_bytes_per_key(js_host):
         assert usage(js_host) == {"anna": 3, "bob": 2, "api_key": 1}
 
 
-@pytest.mark.parametrize("step", [1, 2, 3])
-def test_usage_counts_each_request_once_after_a_killed_update(host, monkeypatch, step):
-    log = host.paths.usage("main").with_suffix(".log")
-    log.parent.mkdir(parents=True)
-    log.write_bytes(b"anna 100 1000\nbob 7 8\n\0\0\0\n")
-    steps = iter(range(1, 4))
+@pytest.fixture
+def usage_log(host):
+    path = host.paths.usage("main").with_suffix(".log")
+    path.parent.mkdir(parents=True)
+    return path
 
-    def dying(run):
-        def call(*words):
-            if next(steps) == step:
-                raise Killed
-            run(*words)
 
-        return call
+def append(log, data):
+    with log.open("ab") as lines:
+        lines.write(data)
+
+
+@pytest.mark.parametrize("step", ["write_document", "read_output"])
+def test_usage_counts_each_request_once_after_a_killed_update(host, usage_log, monkeypatch, step):
+    usage_log.write_bytes(b"anna 100 1000\nbob 7 8\n\0\0\0\n")
+
+    def die(*_):
+        raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "truncate", dying(os.truncate))
-        patch.setattr(keys, "write_document", dying(keys.write_document))
+        patch.setattr(keys, step, die)
         with pytest.raises(Killed):
             keys.add_logged_usage(host.paths)
-    with log.open("ab") as lines:
-        lines.write(b"bob 1 1\n")
+    append(usage_log, b"bob 1 1\n")
     keys.add_logged_usage(host.paths)
-    assert log.read_bytes() == b""
+    assert usage_log.read_bytes().strip(b"\0") == b""
     assert usage(host) == {"anna": 1, "bob": 2}
-    log.write_bytes(b"bob 1 1\n" * 9)
-    assert usage(host) == {"anna": 1, "bob": 11}
+    usage_log.write_bytes(b"bob 1 1\n" * 2)
+    assert usage(host) == {"anna": 1, "bob": 4}
+
+
+def test_usage_counts_requests_that_are_logged_during_an_update(host, usage_log, monkeypatch):
+    logged = []
+
+    def write_and_log(path, document):
+        system.write_document(path, document)
+        append(usage_log, b"bob 1 1\n")
+        logged.append("bob")
+
+    append(usage_log, b"anna 1 1\n" * 10_000)
+    size = usage_log.stat().st_blocks
+    monkeypatch.setattr(keys, "write_document", write_and_log)
+    for _ in range(2):
+        keys.add_logged_usage(host.paths)
+        assert usage(host) == {"anna": 10_000, "bob": len(logged)}
+    assert usage_log.stat().st_blocks < size / 2
 
 
 @pytest.mark.slow

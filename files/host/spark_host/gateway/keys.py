@@ -6,15 +6,16 @@ nginx logs each request, and a daily job adds the lines to totals. A power cut c
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
+from spark_contract import files
 from spark_contract.gateway import Gateway, NamedKey
 from spark_contract.paths import Paths
 from spark_contract.status import KeyUsage, Usage
 
 from spark_host.gateway import nginx
 from spark_host.system.host import read_document, write_document
+from spark_host.system.programs import read_output
 
 IS_NAMED = "$spark_is_named"  # whether the request has a named key
 SCRIPT = "keys.js"
@@ -90,7 +91,7 @@ def read_usage(service: str, paths: Paths) -> Usage:
         return usage
     keys, counted_bytes = dict(usage.keys), usage.counted_bytes
     with _usage_log(path).open("rb") as log:
-        # The log is shorter if `add_logged_usage` was killed after emptying it.
+        # The log is shorter if someone has replaced it.
         if counted_bytes > os.fstat(log.fileno()).st_size:
             counted_bytes = 0
         log.seek(counted_bytes)
@@ -107,9 +108,11 @@ def read_usage(service: str, paths: Paths) -> Usage:
 def add_logged_usage(paths: Paths) -> None:
     for log in paths.usage("").parent.glob("*.log"):
         usage = read_usage(log.stem, paths)
+        with log.open("rb") as lines:  # a power cut must not make the log shorter than counted
+            files.sync(lines.fileno())
         write_document(paths.usage(log.stem), usage)
-        os.truncate(log, 0)  # after the totals have been saved
-        write_document(paths.usage(log.stem), replace(usage, counted_bytes=0))
+        # Free the space, but keep the length: truncating could remove lines logged meanwhile.
+        read_output("fallocate", "--punch-hole", f"--length={usage.counted_bytes}", str(log))
 
 
 def _usage_log(path: Path) -> Path:
