@@ -103,8 +103,9 @@ def quantize_blocks(weights: Floats, block: tuple[int, int]) -> tuple[Codes, Wor
     Codes are computed with the rounded scale, so that rounding the scale adds no error.
     """
     limit = np.float32(E4M3_MAX)
-    largest = reduce_blocks(np.maximum, np.abs(weights), block)
-    scale_bits = bf16_bits(np.where(largest > 0, largest / limit, np.float32(1)))
+    scale = reduce_blocks(np.maximum, np.abs(weights), block) / limit
+    # The plugin rejects a scale of zero, to which a smaller scale could round.
+    scale_bits = bf16_bits(np.where(scale >= np.float32(2.0**-126), scale, np.float32(1)))
     scales = repeat_scales(from_bf16_bits(scale_bits), (weights.shape[0], weights.shape[1]), block)
     return to_e4m3(np.clip(weights / scales, -limit, limit)), scale_bits
 

@@ -67,8 +67,9 @@ def test_block_scales_include_partial_blocks_at_the_edges(shape):
     assert repeat_scales(maxima, shape, (128, 128)).shape == shape
 
 
-def test_all_zero_block_gets_a_positive_scale():
-    codes, scales = quantize_blocks(np.zeros((128, 256), np.float32), (128, 128))
+@pytest.mark.parametrize("value", [0.0, 1e-45, 1e-39])
+def test_block_without_usable_weights_gets_a_positive_scale(value):
+    codes, scales = quantize_blocks(np.full((128, 256), value, np.float32), (128, 128))
     assert not codes.any()
     assert (from_bf16_bits(scales) > 0).all()
 
