@@ -86,6 +86,14 @@ def test_self_built_fp8_equals_fp8_built_from_a_donor_rounded_the_same_way(works
             assert result[f"{module}.{part}{suffix}"] == workshop.donor[f"{module}.{part}"]
 
 
+@pytest.mark.parametrize("recipe", ["fp8-self", "int8-g128"])
+def test_rejects_nan_in_weights_that_it_quantizes(workshop, recipe):
+    name = f"{workshop.modules[0]}.weight"
+    set_last(name, b"\xc0\x7f")(workshop.base)
+    message = refused(workshop, shared_experts=recipe, layout="full", **NO_DONOR)
+    assert f"{name}: has NaN or infinite values" in message
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_keep_setting_leaves_tensors_unchanged(workshop, layout):
     workshop.build(layout=layout, shared_experts="keep", **NO_DONOR)

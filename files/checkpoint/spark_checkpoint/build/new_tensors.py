@@ -101,8 +101,7 @@ def pack_weight(
             start = span.offset + (first_row + row) * inputs * 2
             raw = read_span(Span(span.path, start, row_count * inputs * 2))
             values = to_floats(raw, dtype, (row_count, inputs))
-            if not np.isfinite(values).all():
-                raise ValidationError(name, "has NaN or infinite values", "download the base again")
+            _check_finite(name, values)
             rows = quantize_rows(values, bits)
             codes[row : row + row_count] = rows.codes
             scales[:, first_row + row : first_row + row + row_count] = rows.scales.T
@@ -262,6 +261,7 @@ class TensorMaker:
         squared_error = squared_weights = 0.0
         scales = []
         for number, weights in enumerate(_read_weight_rows(self.base, module + WEIGHT, block)):
+            _check_finite(module + WEIGHT, weights)
             codes, scale_bits = quantize_blocks(weights, block)
             self.stage.write(span, number * block[0] * shape[1], codes.tobytes())
             scales.append(scale_bits.tobytes())
@@ -311,6 +311,11 @@ def _error_report(errors: Sequence[float]) -> dict[str, Any]:
 
 def _rounded(value: float) -> float:
     return float(f"{value:.5g}")
+
+
+def _check_finite(name: str, values: Floats) -> None:
+    if not np.isfinite(values).all():
+        raise ValidationError(name, "has NaN or infinite values", "download the base again")
 
 
 def _check_values(name: str, entry: Tensor, chunks: Iterator[bytes]) -> None:
