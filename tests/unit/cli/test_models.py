@@ -78,7 +78,7 @@ def test_only_profiles_marked_for_comparison_are_left_out_of_the_choices(
     write_inventory(tmp_path / "inventory/spark.py", "a")
     (tmp_path / "catalog/profiles").mkdir(parents=True)
     (tmp_path / "catalog/profiles/mine.yml").write_text(
-        "based_on: hybrid-mtp1\nsummary: Mine\nchoose_when: you compare texts in two languages\n"
+        "based_on: base\nsummary: Mine\nchoose_when: you compare texts in two languages\n"
     )
     monkeypatch.chdir(tmp_path)
     choices = listed(capsys, "qwen3.5-122b")["qwen3.5-122b"]["choices"]
