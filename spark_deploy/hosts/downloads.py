@@ -134,7 +134,9 @@ class LoginAddress(LineFact):
 
     def process(self, output: Iterable[str]) -> str:
         fields = " ".join(output).split()
-        return fields[2] if len(fields) == 4 else ""
+        address = fields[2] if len(fields) == 4 else ""
+        # Other hosts cannot use the address of a tunnel's end or of an IPv6 zone.
+        return "" if "%" in address or address in ("127.0.0.1", "::1") else address
 
 
 # One download key per run, stored for the run's first host.

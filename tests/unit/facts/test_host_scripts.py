@@ -53,6 +53,10 @@ def test_failed_sudo_is_reported_and_the_script_never_runs_twice(sudo, output, t
         ("fe80::1%eth0 40312 2001:db8::11 2222", "2001:db8::11"),
         ("", ""),
         ("10.77.0.1 40312", ""),
+        # Other hosts cannot reach these: link-local with a zone, and the end of a tunnel.
+        ("fe80::1%eth0 40312 fe80::2%eth0 22", ""),
+        ("127.0.0.1 40312 127.0.0.1 22", ""),
+        ("::1 40312 ::1 22", ""),
     ],
 )
 def test_reads_the_host_address_from_the_ssh_connection(variable, address):
