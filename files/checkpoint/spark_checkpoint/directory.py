@@ -84,8 +84,10 @@ def checkpoint_from_headers(
     """Return a checkpoint; reject tensors whose copies differ in dtype or shape."""
     owner: dict[str, str] = {}
     copies: dict[str, list[str]] = {}
-    for shard, header in shards.items():
-        for tensor in header.tensors:
+    # Engines ignore shards that the index omits, so let the other shards override them.
+    listed = set(index.values()) if index is not None else set(shards)
+    for shard in sorted(shards, key=listed.__contains__):
+        for tensor in shards[shard].tensors:
             if tensor in owner:
                 copies.setdefault(tensor, [owner[tensor]]).append(shard)
             owner[tensor] = shard

@@ -135,6 +135,18 @@ def test_duplicate_tensor_is_written_once_from_its_indexed_shard(workshop, layou
         assert [path.name for path in shards if name in read_shard(path)] == [owner]
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_shard_that_the_base_index_omits_replaces_no_indexed_tensor(workshop, layout):
+    workshop.write_base()
+    name = "model.language_model.norm.weight"
+    right = workshop.base[name]
+    stale = {name: right._replace(data=bytes(len(right.data)))}
+    write_shard(workshop.base_dir / "old.safetensors", stale)
+    workshop.write_receipt()
+    workshop.build(layout=layout)
+    assert workshop.result()[name] == right
+
+
 def test_lists_mtp_tensors_that_the_base_index_omits(workshop):
     workshop.write_base(index_mtp=False)
     workshop.build()
