@@ -1,7 +1,6 @@
 import contextlib
 import http.client
 import json
-import os
 import stat
 import sys
 import time
