@@ -129,11 +129,14 @@ def set_named_keys(keys: dict[str, NamedKey] | None) -> Commands:
     ]
     changed = yield from place_files(files)
     report = read_fact(Status).report
-    for name, service in (report.services if report else {}).items():
-        if service.gateway.active == "active" and (changed or service.gateway.difference):
-            changed = True
-            yield tool.command_line(tool.GATEWAY_RELOAD, name)
-    if not changed:
+    outdated = [
+        name
+        for name, service in (report.services if report else {}).items()
+        if service.gateway.active == "active" and (changed or service.gateway.difference)
+    ]
+    for name in outdated:
+        yield tool.command_line(tool.GATEWAY_RELOAD, name)
+    if not changed and not outdated:
         host.noop("the gateways accept these keys")
 
 

@@ -151,6 +151,16 @@ def test_changing_named_keys_rewrites_only_the_keys_and_reloads_running_gateways
     assert list(map(str, commands[int(puts) :])) == [RELOAD] * reloads
 
 
+def test_unchanged_named_keys_reload_only_the_gateways_that_differ():
+    gateways = {"main": "changed settings", "search": None}
+    services = {
+        name: {"gateway": {"active": "active", "difference": difference}}
+        for name, difference in gateways.items()
+    }
+    host = FakeHost(Gateways=(), Status=host_status({"services": services}))
+    assert run_operation(host, gateway.set_named_keys, KEYS) == [RELOAD]
+
+
 def test_gateway_fact_reads_every_gateway_on_the_host():
     documents = [PLAN.settings, replace(PLAN.settings, service="embed", keys=KEYS)]
     output = "".join(map(to_json, documents))
