@@ -41,8 +41,10 @@ class _LimitedBody(httpx2.SyncByteStream):
         received, started = 0, time.monotonic()
         for chunk in self._body:
             received += len(chunk)
-            if received > _MAX_BODY_BYTES or time.monotonic() - started > _MAX_BODY_S:
+            if received > _MAX_BODY_BYTES:
                 raise httpx2.ReadError(f"the response is too long ({received} bytes)")
+            if time.monotonic() - started > _MAX_BODY_S:
+                raise httpx2.ReadError(f"the response took too long ({_MAX_BODY_S} s)")
             yield chunk
 
     def close(self) -> None:
