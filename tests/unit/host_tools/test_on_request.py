@@ -115,6 +115,14 @@ def test_model_serves_for_a_minimum_time_before_it_is_replaced(start):
         assert time.time() - began >= 1.5
 
 
+def test_model_is_replaced_even_if_the_clock_went_back(start):
+    with start(wait_s=5.0) as host:
+        assert host.chat("model-1")[0] == 200
+        in_an_hour = time.time() + 3600
+        os.utime(host.here.paths.traffic("first"), (in_an_hour, in_an_hour))
+        assert host.chat("model-2")[0] == 200
+
+
 def send_and_leave(host, body, until):
     text = json.dumps(body)
     with socket.create_connection(("127.0.0.1", host.client.settings.port)) as client:

@@ -192,7 +192,8 @@ class Switch:
 
     def _has_served_long_enough(self, service: str) -> bool:
         served_s = time.time() - serving_since(service, self.host.paths)
-        return served_s >= max(self.limits.serve_s, self.expected_s(service))
+        # A negative time means that the clock went back.
+        return not 0 <= served_s < max(self.limits.serve_s, self.expected_s(service))
 
     def _restore(self, failed: Release, stopped: list[Release], error: Exception) -> None:
         record_event(failed, "on-request", f"did not start: {error}", self.host.paths)
