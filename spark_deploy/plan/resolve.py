@@ -44,6 +44,9 @@ Fits = Callable[[Settings], bool]
 def effective_profile(profile: Profile, settings: Settings) -> Profile:
     """Return the profile with the values that the settings override."""
     overrides = {f.name: getattr(settings.engine, f.name) for f in fields(settings.engine)}
+    if settings.ranks > 1 or settings.engine.head not in (None, "int8-triton"):
+        # There the profile's draft vocabulary cannot be used; guard rails reject the settings'.
+        overrides["draft_vocabulary_tokens"] = settings.engine.draft_vocabulary_tokens or 0
     if settings.checkpoint.source == "prebuilt" and profile.shared_experts == "fp8-donor":
         profile = replace(profile, shared_experts="fp8-base")
     if settings.engine.drafts is not None:

@@ -61,8 +61,8 @@ class Speculation:
     """vLLM's option: [first, last, drafts] for a number of running requests; `tokens` is the limit.
     Use fewer drafts with many requests, because each draft reads more experts."""
     draft_vocabulary_tokens: DraftVocabulary | None = None
-    """With head: int8-triton, number of frequent tokens from which drafts are chosen; the drafter
-    then reads only their rows of the LM head. 0 or null: all."""
+    """With head: int8-triton and on one host, number of frequent tokens from which drafts are
+    chosen; the drafter then reads only their rows of the LM head. 0 or null: all."""
     # The text itself, filled from the settings.
     draft_vocabulary_text: SkipJsonSchema[str | None] = None
     longest_match: int | None = Field(default=None, ge=1, le=64)

@@ -12,9 +12,12 @@ from spark_contract.release import Tree
 from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import CatalogError, PlanError, SettingsError
+from spark_deploy.config.settings.engine import EngineSettings
+from spark_deploy.config.settings.host import ClusterSettings
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.plan.jobs import keep_list, plan_jobs
 from spark_deploy.plan.peers import Member, shared_trees, with_peers
+from spark_deploy.plan.resolve import plan_problems
 from spark_deploy.plan.speed import compute_speed
 from tests.unit.planning.plans import CATALOG, FIXTURE, plan_of, problems, shipped_catalog
 
@@ -123,6 +126,30 @@ def test_draft_vocabulary_is_passed_to_the_plugin_and_speeds_up_drafts():
     # Two drafts that each read 32,768 of 248,320 rows of 3,072 INT8 values with a scale per 128.
     saved_bytes = 2 * (248_320 - 32_768) * 3072 * (1 + 2 / 128)
     assert saved_s == pytest.approx(saved_bytes / (0.99 * 273e9), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"cluster": ClusterSettings(hosts=("a", "b"))},
+        {"engine": EngineSettings(head="int8-g128")},
+        {"engine": EngineSettings(head="keep")},
+    ],
+)
+def test_profile_drafts_from_all_tokens_where_its_draft_vocabulary_cannot_be_used(changed):
+    settings = Settings(profile="v3", **changed)
+    assert plan_problems(settings, SHIPPED) == []
+    engine = dataclasses.replace(settings.engine, draft_vocabulary_tokens=32768)
+    [problem] = plan_problems(dataclasses.replace(settings, engine=engine), SHIPPED)
+    assert "guard rail draft-vocabulary" in problem.what
+
+
+@pytest.mark.parametrize("hosts", [(), ("a", "b")])
+def test_larger_cluster_is_suggested_for_a_profile_with_a_draft_vocabulary(hosts):
+    cluster = ClusterSettings(hosts=hosts)
+    settings = Settings(model="qwen3.5-397b", profile="v3", cluster=cluster)
+    [problem] = plan_problems(settings, SHIPPED)
+    assert "serve qwen3.5-397b on 4 hosts together" in problem.fix
 
 
 def ranked_plan(tmp_path, text="three words here", **settings):
