@@ -100,6 +100,17 @@ def test_status_reports_rollback_and_events_of_a_service(host, read_status):
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("damage", [b"", b"\xff\xfe", bytes(9), b'{"at": "then"}', b"{"])
+def test_damaged_events_hide_neither_the_status_nor_other_events(host, read_status, damage):
+    release = host.release()
+    record_event(release, "hot", "the GPU is at 91 °C", host.paths)
+    path = host.paths.events("main")
+    path.write_bytes(path.read_bytes() + damage + b"\n")
+    record_event(release, "cooled", "the GPU has cooled", host.paths)
+    events = read_status().report.events["main"]
+    assert [event.kind for event in events] == ["hot", "cooled"]
+
+
 ETC = "/etc/systemd/system"
 OURS = (
     f"{ETC}/spark-serve@.service",

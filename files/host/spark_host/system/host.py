@@ -10,7 +10,7 @@ import pwd
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -103,16 +103,22 @@ def record_event(release: Release, kind: str, text: str, paths: Paths) -> None:
     try:
         with _event_lock:
             path.parent.mkdir(parents=True, exist_ok=True)
-            lines = path.read_text().splitlines()[-_MAX_EVENTS + 1 :] if path.exists() else []
+            lines = _read_event_lines(path)[-_MAX_EVENTS + 1 :]
             files.write_text(path, "\n".join([*lines, json.dumps(event)]) + "\n")
     except OSError as error:  # a full disk must not stop the watchdog
         print(f"cannot write the event: {error}", flush=True)
 
 
 def read_events(service: str, paths: Paths) -> tuple[Event, ...]:
-    path = paths.events(service)
-    lines = path.read_text().splitlines()[-10:] if path.exists() else ()
-    return tuple(documents.parse(Event, line) for line in lines)
+    events = []
+    for line in _read_event_lines(paths.events(service))[-10:]:
+        with suppress(DocumentError):  # a damaged line must not hide the others
+            events.append(documents.parse(Event, line))
+    return tuple(events)
+
+
+def _read_event_lines(path: Path) -> list[str]:
+    return path.read_text(errors="replace").splitlines() if path.exists() else []
 
 
 class Disk:
