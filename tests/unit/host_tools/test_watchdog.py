@@ -212,6 +212,25 @@ def test_watchdog_kills_the_engine_even_if_the_event_is_not_recorded(
     assert "cannot write the event: " in output
 
 
+def test_hanging_disk_does_not_keep_the_unit_alive(host, systemctl_calls, monkeypatch):
+    recovered = threading.Event()
+    monkeypatch.setattr(files, "write_text", lambda *_: recovered.wait(30))
+    monkeypatch.setattr(watchdog, "_EVENT_WAIT_S", 0.1)
+    failure = subprocess.CompletedProcess((), 1, "", "cannot connect")
+    monkeypatch.setattr(docker, "client", lambda *words, **_: failure)
+    kill = (host.release(), "starving", "too little", None, host.paths)
+    before = set(threading.enumerate())
+    thread = threading.Thread(target=watchdog.kill_engine, args=kill)
+    thread.start()
+    try:
+        thread.join(5)
+        assert systemctl_calls == [KILL_UNIT]
+    finally:
+        recovered.set()
+        for other in set(threading.enumerate()) - before:
+            other.join(10)
+
+
 @pytest.mark.parametrize(
     ("reason", "resets"), [("a member left", [("reset-failed", UNIT)]), ("too little memory", [])]
 )

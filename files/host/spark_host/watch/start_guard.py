@@ -118,6 +118,6 @@ class StartGuard:
         self.kill_reason = f"{event}; fix: {_FIX}"
         # Kill before writing the event, which could block while memory is short.
         problem = container.kill_container(self._release.container, self._pidfd)
-        record_event(self._release, STARVING, event, self._paths)
+        watchdog.record_soon(self._release, STARVING, event, self._paths)
         self._event_written.set()
         watchdog.ensure_unit_stops(problem, self._release, self._paths)

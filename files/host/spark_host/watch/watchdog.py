@@ -241,13 +241,17 @@ def _update_gateway(release: Release, paths: Paths, last_message: str | None) ->
 
 
 def kill_engine(release: Release, kind: str, reason: str, pidfd: int | None, paths: Paths) -> None:
-    text = f"{reason}; killing the engine"
-    # Write the event in a thread, because a slow disk must not delay the kill.
-    writer = threading.Thread(target=record_event, args=(release, kind, text, paths), daemon=True)
-    writer.start()
-    writer.join(_EVENT_WAIT_S)
+    record_soon(release, kind, f"{reason}; killing the engine", paths)
     problem = container.kill_container(release.container, pidfd)
     ensure_unit_stops(problem, release, paths)
+
+
+def record_soon(release: Release, kind: str, text: str, paths: Paths) -> None:
+    """Record an event in a thread, because a slow disk must not delay a kill."""
+    event = (release, kind, text, paths)
+    writer = threading.Thread(target=record_event, args=event, daemon=True)
+    writer.start()
+    writer.join(_EVENT_WAIT_S)
 
 
 def ensure_unit_stops(problem: str, release: Release, paths: Paths) -> None:
@@ -259,5 +263,5 @@ def ensure_unit_stops(problem: str, release: Release, paths: Paths) -> None:
     if not problem:
         time.sleep(_UNIT_STOP_TIMEOUT_S)
         problem = f"the unit is still active after {_UNIT_STOP_TIMEOUT_S:.0f} s"
-    record_event(release, KILLED, f"{problem}; killing the unit", paths)
+    record_soon(release, KILLED, f"{problem}; killing the unit", paths)
     systemd.systemctl("kill", "--signal=KILL", release.serve_unit)
