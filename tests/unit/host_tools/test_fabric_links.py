@@ -120,6 +120,15 @@ def test_confirmed_network_settings_become_permanent(trial):
     assert not trial.paths.below(NETPLAN_TRIAL).exists()
 
 
+def test_confirmation_that_was_killed_keeps_its_addresses(trial):
+    run(trial, "confirm")
+    # It was killed before it removed this file and the timer.
+    trial.paths.below(NETPLAN_TRIAL).write_text(PLAN.netplan)
+    run(trial, "restore", "--unconfirmed")
+    assert "address delete" not in trial.log()
+    assert not trial.paths.below(NETPLAN_TRIAL).exists()
+
+
 def test_removes_an_unconfirmed_trial(trial):
     run(trial, "restore", "--unconfirmed")
     assert trial.mtu() == 1500

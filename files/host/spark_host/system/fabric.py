@@ -111,6 +111,8 @@ def _confirm(paths: Paths) -> None:
 def _restore(paths: Paths, *, unconfirmed: bool) -> None:
     """Restore the network; with ``unconfirmed``, only after an unconfirmed trial."""
     trial, kept = paths.below(status.NETPLAN_TRIAL), paths.below(status.NETPLAN_FILE)
+    if unconfirmed and kept.exists():  # the confirmation was killed before its end
+        files.remove(trial)
     if not trial.exists() and (unconfirmed or not kept.exists()):
         return
     record_path = paths.below(_TRIAL_RECORD if trial.exists() else _CONFIRMED_RECORD)
