@@ -95,24 +95,32 @@ def test_losing_states_must_change_only_turns_with_cache_hits(first, later, inta
         assert result["passed"] is passed
 
 
-def conversation(token):
+def conversation(token, later=1):
     turn = {"before": {}, "counters": {"prefix_cache_hits": 272}}
-    said = [{"tokens": [token], "margins": [0.8], "logprobs": [-0.1]}]
-    return {**RAN, "answers": said, "turns": [{**turn, "answers": said}]}
+    first, second = (
+        [{"tokens": [said], "margins": [0.8], "logprobs": [-0.1]}] for said in (token, later)
+    )
+    return {**RAN, "answers": first, "turns": [{**turn, "answers": second}]}
 
 
 @pytest.mark.parametrize(
-    ("other_with_cache", "other_without", "passed"), [(0, 0, True), (1, 1, True), (2, 0, False)]
+    ("with_cache", "without", "passed"),
+    [
+        ([], [], True),
+        ([(2, 1)], [(2, 1)], True),
+        ([(2, 1)] * 2, [], False),
+        ([(1, 2)], [(2, 1)], False),
+    ],
 )
-def test_a_cache_changes_answers_no_more_often_than_another_start(
-    other_with_cache, other_without, passed
+def test_a_cache_changes_answers_no_more_often_and_nowhere_else_than_another_start(
+    with_cache, without, passed
 ):
     results = {shape: conversation(1) for shape in SHAPES}
-    for name, other in ("agent-eager", other_with_cache), (EAGER, other_without):
+    for name, others in ("agent-eager", with_cache), (EAGER, without):
         for run in reruns(name):
             results[run] = conversation(1)
-        for run in reruns(name)[:other]:
-            results[run] = conversation(2)
+        for run, other in zip(reruns(name), others, strict=False):
+            results[run] = conversation(*other)
     judged = dict(zip(TWINS, judge_conversations(results), strict=True))
     assert judged["agent-eager"]["passed"] is passed
 
