@@ -359,6 +359,17 @@ def test_accepts_negative_int4_scales_from_autoround(write):
     tree.check()
 
 
+@pytest.mark.parametrize("layout", ["overlay", "full"])
+def test_accepts_a_base_that_repeats_tensors_in_earlier_files(tmp_path, layout):
+    base = Checkpoint(write_base(tmp_path / "base"))
+    for name in (f"{MODEL}norm.weight", "mtp.norm.weight"):
+        file = base.root / base.index[name]
+        base.add("model-00001-of-00002.safetensors", name, read_shard(file)[name])
+    choices = {"layout": layout, "head": "keep", "shared_experts": "fp8-self"}
+    build(plan(base.root, base.root, tmp_path / "built", choices), tmp_path)
+    Checkpoint(tmp_path / "built").check()
+
+
 def test_rejects_an_overlay_that_lists_a_module_twice(write):
     tree = write()
     tree.list_in("model-00002-of-00002.safetensors", f"{GATE}.weight")

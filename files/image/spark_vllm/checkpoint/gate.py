@@ -11,7 +11,13 @@ from functools import lru_cache
 from pathlib import Path
 
 from spark_vllm.checkpoint import names
-from spark_vllm.checkpoint.headers import INDEX, Headers, find_scale_problems, read_headers
+from spark_vllm.checkpoint.headers import (
+    INDEX,
+    Headers,
+    find_scale_problems,
+    load_order,
+    read_headers,
+)
 from spark_vllm.checkpoint.names import FP8_WEIGHT, TEXT_LAYERS
 from spark_vllm.checkpoint.settings import Settings
 
@@ -177,6 +183,8 @@ def _find_header_problems(
 def _check_unlisted(headers: Headers, settings: Settings) -> Iterator[str]:
     for name, tensor in headers.unlisted.items():
         if name in headers.index:
+            if load_order(tensor.file) < load_order(headers.index[name]):
+                continue  # The listed tensor replaces it during the load.
             yield f"{tensor.file}: duplicate {name}, which the index lists in {headers.index[name]}"
         # An overlay's files may contain tensors that its rules drop.
         elif names.rename(name, settings.rules) is not None or not settings.overlay:

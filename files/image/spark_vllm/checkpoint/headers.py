@@ -61,7 +61,7 @@ def read_headers(directory: Path) -> Headers:
     problems: list[str] = []
     tensors: dict[str, Tensor] = {}
     unlisted: dict[str, Tensor] = {}
-    for file in sorted(set(index.values())):
+    for file in sorted(set(index.values()), key=load_order):
         try:
             header = read_header(directory / file)
         except (OSError, ValueError) as error:
@@ -77,6 +77,11 @@ def read_headers(directory: Path) -> Headers:
         f"{index[name]}: lacks tensor {name}" for name in sorted(readable - tensors.keys())
     ]
     return Headers(index, tensors, unlisted, tuple(problems))
+
+
+def load_order(file: str) -> list[str | int]:
+    """Return a sort key: the engine loads files in this order, and later tensors win."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", file)]
 
 
 def read_header(path: Path) -> dict[str, Any]:
