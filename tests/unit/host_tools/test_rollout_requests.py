@@ -99,6 +99,24 @@ def test_repeated_request_joins_the_running_rollout(sim):
     assert poll(sim, second).state == "running"
 
 
+def test_simultaneous_requests_start_one_rollout(sim, monkeypatch):
+    host, requests = sim.host(), []
+
+    def request_again():
+        monkeypatch.undo()
+        try:
+            requests.append(begin(sim))
+        except BlockingIOError:  # it waits for the lock
+            requests.append(None)
+
+    monkeypatch.setattr(host.units, "reload", request_again)
+    first = record.begin(A, host)
+    run_unit(sim)
+    second = requests[0] or begin(sim)
+    write_record(sim, state="running")
+    assert [poll(sim, each).state for each in (first, second)] == ["running", "running"]
+
+
 def test_killed_rollout_counts_as_interrupted(sim):
     begun = begin(sim)
     write_record(sim, state="running")

@@ -77,14 +77,15 @@ def begin(name: str, host: Host) -> StartedRollout:
     """Start a rollout, or join a running rollout to the same release."""
     host.disk.load_release(name, host.paths)
     unit = SWITCH.unit(name)
-    if _is_running(host.units.state(unit, *_UNIT_FIELDS)):
-        return StartedRollout(name, request_id(name, host), joined=True)
-    request = Request(uuid.uuid4().hex, host.clock.now())
-    # An earlier record would look like this rollout's result.
-    host.disk.remove(host.paths.rollout(name))
-    host.disk.write(host.paths.request(name), request)
-    host.units.reload()
-    host.units.start_in_background(unit)
+    with host.disk.locked(host.paths.run / "begin.lock", wait=True):
+        if _is_running(host.units.state(unit, *_UNIT_FIELDS)):
+            return StartedRollout(name, request_id(name, host), joined=True)
+        request = Request(uuid.uuid4().hex, host.clock.now())
+        # An earlier record would look like this rollout's result.
+        host.disk.remove(host.paths.rollout(name))
+        host.disk.write(host.paths.request(name), request)
+        host.units.reload()
+        host.units.start_in_background(unit)
     return StartedRollout(name, request.id, joined=False)
 
 
