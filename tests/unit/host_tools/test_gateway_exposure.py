@@ -5,6 +5,7 @@ import subprocess
 
 import pytest
 from gateway_client import CHAT, OWN_KEY, QUESTION
+from simulated_host import Killed
 from spark_contract.tool import HostToolError
 from spark_host.gateway import gateway, listeners
 from stub_host import write_certificate, write_program
@@ -112,6 +113,21 @@ def test_gateway_keeps_running_if_the_new_certificate_is_invalid(client):
         apply_settings(client, expose="lan", tls=tls)
     assert listening(client) == LOOPBACK
     assert client.status(CHAT, QUESTION) == 200
+
+
+@pytest.mark.parametrize("step", ["_worker_pids", "wait_until_listening", "_update_on_demand_unit"])
+def test_unfinished_reload_remains_a_difference_until_it_is_repeated(client, monkeypatch, step):
+    def die(*_):
+        raise Killed
+
+    assert difference(client) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(gateway, step, die)
+        with pytest.raises(Killed):
+            apply_settings(client, max_requests_per_s=1)
+    assert "since the last reload" in str(difference(client))
+    gateway.reload("main", client.host.paths)
+    assert difference(client) is None
 
 
 def test_requests_above_the_limit_get_429_with_retry_after(client):

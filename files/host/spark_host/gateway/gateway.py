@@ -25,12 +25,14 @@ from spark_host.system.programs import run_program
 
 _LISTEN_TIMEOUT_S = 20
 _CONFIG_TEST_TIMEOUT_S = 60.0
+_APPLIED = "applied"  # a file that is missing while a reload is unfinished
 _USABLE_KEY = re.compile(r"^[A-Za-z0-9._~+/=-]{16,512}\Z")
 
 
 def run(service: str, paths: Paths) -> int:
     settings = load_gateway(service, paths)
     folder = _install_config(settings, paths)
+    (folder / _APPLIED).touch()
     for body in nginx.body_folder(settings, paths).glob("*"):
         body.unlink()
     program, config = nginx.find_program(paths), str(folder / "nginx.conf")
@@ -43,11 +45,14 @@ def reload(service: str, paths: Paths) -> int:
     if master is None:
         fix = f"run `systemctl start {settings.unit}`"
         raise HostToolError(f"gateway of {service}", "is not running", fix)
+    applied = paths.gateway_run(service) / _APPLIED
+    applied.unlink(missing_ok=True)
     _install_config(settings, paths)
     old_workers = _worker_pids(master)
     os.kill(master, signal.SIGHUP)
     wait_until_listening(service, paths, old_workers)
     _update_on_demand_unit(settings, paths)
+    applied.touch()
     return 0
 
 
@@ -65,7 +70,7 @@ def start_or_reload(release: Release, paths: Paths) -> None:
     if not systemd.is_active(settings.unit) or not starts_at_boot(release.service, paths):
         systemd.reset_failed(settings.unit)
         systemd.run_systemctl("enable", "--now", settings.unit)
-    elif not is_current(settings, paths):
+    elif not _is_applied(settings, paths):
         reload(release.service, paths)
     _update_on_demand_unit(settings, paths)
 
@@ -101,7 +106,7 @@ def find_difference(service: str, paths: Paths) -> str | None:
             return None
         if missing := listeners.planned_listeners(settings).missing:
             return missing
-        if not is_current(settings, paths):
+        if not _is_applied(settings, paths):
             return "the settings or the key changed since the last reload"
     except HostToolError as error:
         return str(error)
@@ -206,6 +211,11 @@ def _install_config(settings: Gateway, paths: Paths) -> Path:
 def is_current(settings: Gateway, paths: Paths) -> bool:
     rendered = _render_files(settings, paths)
     return all(path.is_file() and path.read_text() == text for path, text in rendered.items())
+
+
+def _is_applied(settings: Gateway, paths: Paths) -> bool:
+    applied = paths.gateway_run(settings.service) / _APPLIED
+    return applied.exists() and is_current(settings, paths)
 
 
 def _render_files(settings: Gateway, paths: Paths) -> dict[Path, str]:
