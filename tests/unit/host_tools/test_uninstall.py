@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,12 @@ from prune_machine import add_generations
 from spark_contract.paths import Paths, backup_path
 from spark_contract.records import GpuProof
 from spark_contract.status import NETPLAN_FILE, REMOVED_NETPLAN, Baseline, Footprint, ManagedItem
+from spark_contract.tool import HostToolError
 from spark_host.cleanup import baseline, uninstall
 from spark_host.cleanup.uninstall import UnmanagedContainers
 from spark_host.system import docker, systemd
 from spark_host.system.host import write_document
+from stub_host import write_program
 
 DAEMON_JSON = "/etc/docker/daemon.json"
 OUR_SETTINGS = {"log-opts": {"max-size": "50m"}, "runtimes": {"nvidia": {}}}
@@ -192,6 +195,17 @@ def test_baseline_is_recorded_once(tmp_path, monkeypatch):
     old.state.mkdir(parents=True)
     assert not baseline.record_baseline(footprint(), old)
     assert baseline.read_baseline(old) is None
+
+
+def test_unreadable_package_list_does_not_count_as_a_host_without_packages(tmp_path, monkeypatch):
+    paths = Paths(tmp_path)
+    program = write_program(tmp_path / "bin/dpkg-query", "echo 'parsing file' >&2; exit 2")
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    with pytest.raises(HostToolError, match="parsing file"):
+        baseline.record_baseline(footprint(), paths)
+    assert baseline.read_baseline(paths) is None
+    with pytest.raises(HostToolError, match="parsing file"):
+        list(baseline.package_leftovers(earlier_host(), paths))
 
 
 def test_uninstall_keeps_unmanaged_files_in_managed_folders(tmp_path):

@@ -14,11 +14,12 @@ from spark_contract import files
 from spark_contract.documents import to_json
 from spark_contract.paths import ENGINE_USER, GATEWAY_USER, Paths, backup_path
 from spark_contract.status import Baseline, Footprint, ManagedItem
+from spark_contract.tool import HostToolError
 
 from spark_host.cleanup import resources
 from spark_host.system import docker, systemd
 from spark_host.system.host import read_document
-from spark_host.system.programs import run_program
+from spark_host.system.programs import error_line, run_program
 
 RECORD_NAME = "before.json"
 _COMMAND_TIMEOUT_S = 900.0  # apt on a busy host
@@ -105,7 +106,12 @@ def _folders(footprint: Footprint, paths: Paths) -> tuple[str, ...]:
 
 
 def _read_output(*argv: str) -> str:
-    return run_program(["env", "DEBIAN_FRONTEND=noninteractive", *argv], _COMMAND_TIMEOUT_S).stdout
+    result = run_program(["env", "DEBIAN_FRONTEND=noninteractive", *argv], _COMMAND_TIMEOUT_S)
+    # Otherwise, the owner's packages would look as if we had installed or removed them.
+    if argv[0] == "dpkg-query" and result.returncode != 0:
+        fix = "run `dpkg-query -W` to see the error, repair dpkg's database, then try again"
+        raise HostToolError("dpkg-query", error_line(result), fix)
+    return result.stdout
 
 
 def package_items(
