@@ -174,12 +174,12 @@ class _Client:
             raise LockError.single(self._where, "the registry requires a login", fix)
         realm, parameters = token_service
         try:
-            url = f"{realm}?{urllib.parse.urlencode(parameters)}"
+            url = f"{realm}{urllib.parse.urlencode(parameters)}"
             with open_url(url, timeout=_TIMEOUT_S) as response:
                 data = json.loads(_read_body(response))
         except OSError as error:
             reason = getattr(error, "reason", error)
-            message = f"{one_line(realm)} returned no token: {one_line(reason)}"
+            message = f"{one_line(realm[:-1])} returned no token: {one_line(reason)}"
             fix = "check the network, or use a registry that requires no login"
             raise LockError.single(self._where, message, fix) from error
         return str(data.get("token") or data.get("access_token"))

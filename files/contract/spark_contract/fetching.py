@@ -221,13 +221,15 @@ def parse_reference(text: str) -> Reference:
 def parse_challenge(challenge: str, schemes: Iterable[str]) -> tuple[str, dict[str, str]] | None:
     """Return the URL and parameters of the token service from a 401 challenge, or None.
 
-    The URL must have one of the ``schemes``, because an https registry must not redirect to http.
+    The URL ends with ``?`` or ``&``, because nvcr.io's has a parameter. It must have one of the
+    ``schemes``, because an https registry must not redirect to http.
     """
     parameters = dict(_CHALLENGE_PARAMETER.findall(challenge))
     realm = parameters.pop("realm", "")
     is_allowed = realm.startswith(tuple(f"{scheme}://" for scheme in schemes))
     is_bearer = challenge.startswith("Bearer ")
-    return (realm, parameters) if is_bearer and is_allowed else None
+    url = f"{realm}{'&' if '?' in realm else '?'}"
+    return (url, parameters) if is_bearer and is_allowed else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,6 +33,7 @@ class Registry(Hub):
         super().__init__(root)
         self._server.RequestHandlerClass = TokenHandler
         self.tokens = 0
+        self.scope_in_realm = False
         self.left = {}
 
     def path(self, kind, data):
@@ -55,8 +56,11 @@ class TokenHandler(Handler):
             return
         login = self.headers.get("Authorization")
         if not hub.left.get(login):
-            realm = f'Bearer realm="{hub.url}/token",service="s",scope="repository:{NAME}:pull"'
-            self.answer(401, b"", {"WWW-Authenticate": realm})
+            scope = f"repository:{NAME}:pull"
+            realm = f'"{hub.url}/token",service="s",scope="{scope}"'
+            if hub.scope_in_realm:
+                realm = f'"{hub.url}/token?scope={scope}",service="s"'
+            self.answer(401, b"", {"WWW-Authenticate": f"Bearer realm={realm}"})
             return
         hub.left[login] -= 1
         if "/manifests/" in unquote(address.path):
@@ -90,7 +94,11 @@ def fetch(registry, tmp_path):
     return run
 
 
-def test_fetches_blobs_for_this_platform_and_renews_tokens(registry, fetch, tmp_path):
+@pytest.mark.parametrize("scope_in_realm", [False, True])  # True: as nvcr.io
+def test_fetches_blobs_for_this_platform_and_renews_tokens(
+    registry, fetch, tmp_path, scope_in_realm
+):
+    registry.scope_in_realm = scope_in_realm
     manifest = registry.put("manifests", manifest_of(LAYER, LAYER))
     listed = [
         {"digest": digest(b"other"), "platform": {"os": "linux", "architecture": "vax"}},

@@ -376,7 +376,7 @@ def request_token(
     if token_service is None:
         return None
     service_url, parameters = token_service
-    url = f"{service_url}?{urlencode(parameters)}"
+    url = f"{service_url}{urlencode(parameters)}"
     body = b""
     try:
         response = pool.request("GET", url, redirect=False, retries=False, preload_content=False)
