@@ -230,6 +230,41 @@ def test_incomplete_or_damaged_sources_are_rejected(tmp_path, change, match):
         convert(write_fp8(tmp_path / "base", codes, 1.0, change), tmp_path / "out")
 
 
+def fp8_zeros(*shape):
+    return Tensor("F8_E4M3", shape, bytes(int(np.prod(shape))))
+
+
+def packed_parts(scale):
+    return {
+        f"{NAME}.shard_0.weight": Tensor("U8", (4, WIDTH // 2), bytes(2 * WIDTH)),
+        f"{NAME}.shard_0.weight_scale": scale,
+        f"{NAME}.weight_scale_2": rounding.float32(np.ones(1, np.float32)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("tensors", "match"),
+    [
+        (
+            packed_parts(fp8_zeros(4, WIDTH // 32)),
+            r"is F8_E4M3 \[4, 5\], expected F8_E4M3 \[4, 10\]",
+        ),
+        (packed_parts(Tensor("I8", (4, 10), bytes(40))), "is I8"),
+        (dict(list(packed_parts(fp8_zeros(4, 10)).items())[:1]), "weight_scale: is missing"),
+        (
+            {f"{NAME}.shard_{n}.weight": fp8_zeros(4, width) for n, width in enumerate((160, 80))},
+            r"shard_1.weight: is F8_E4M3 \[4, 80\], expected F8_E4M3 \[4, 160\]",
+        ),
+        ({f"{NAME}.shard_0.weight": fp8_zeros(4, 150)}, "multiple of 16"),
+        ({f"{NAME}.shard_0.weight": fp8_zeros(4, 8000)}, "rows of 4500 bytes"),
+        ({f"{NAME}.shard_0.weight": fp8_zeros(4)}, "expected a matrix"),
+    ],
+)
+def test_tables_that_do_not_fit_the_format_are_rejected(tmp_path, tensors, match):
+    with pytest.raises(ValidationError, match=match):
+        convert(write_base(tmp_path / "base", tensors), tmp_path / "out")
+
+
 @pytest.mark.parametrize(
     ("spark", "has_file", "match"),
     [

@@ -205,7 +205,33 @@ def find_tables(base: Checkpoint, number_format: str) -> list[NgramTable]:
             )
         ordered = tuple(shards[number] for number in sorted(shards))
         tables.append(NgramTable(base, prefix, layer, ordered, number_format))
+        _check_shapes(tables[-1])
     return tables
+
+
+def _check_shapes(table: NgramTable) -> None:
+    """Raise ValidationError unless all shards have rows of the same kind that fit in a block."""
+    base, first = table.base, table.base.tensor(table.shards[0])
+    if len(first.shape) != 2:
+        raise ValidationError(table.shards[0], f"is {list(first.shape)}, expected a matrix", _FIX)
+    for shard in table.shards:
+        rows = base.tensor(shard).shape[0]
+        expected = {shard: (first.dtype, (rows, first.shape[1]))}
+        if first.dtype == "U8":
+            expected[f"{shard}_scale"] = (FP8, (rows, table.width // GROUP))
+        for name, (dtype, shape) in expected.items():
+            if name not in base.owner:
+                raise ValidationError(name, "is missing", _FIX)
+            actual = base.tensor(name)
+            if actual.dtype_and_shape != (dtype, shape):
+                problem = f"is {actual.dtype} {list(actual.shape)}, expected {dtype} {list(shape)}"
+                raise ValidationError(name, problem, _FIX)
+    if table.number_format == "e2m1" and table.width % GROUP:
+        problem = f"has rows of {table.width} numbers, expected a multiple of {GROUP}"
+        raise ValidationError(table.prefix, problem, _FIX)
+    if table.row_bytes > BLOCK_BYTES - 4:
+        problem = f"has rows of {table.row_bytes} bytes, but a block holds {BLOCK_BYTES - 4}"
+        raise ValidationError(table.prefix, problem, _FIX)
 
 
 def quantize_to_e2m1(values: Floats, table_scale: float) -> Codes:
