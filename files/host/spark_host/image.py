@@ -53,7 +53,7 @@ def main(args: list[str], paths: Paths) -> int:
         raise HostToolError("image", f"invalid arguments {args}", f"run `spark-host {usage}`", 2)
     reference, *command = args
     try:
-        if layers_plan is not None:
+        if layers_plan is not None and docker.inspect_image(reference) is None:
             _pull_from_peers(Path(layers_plan), paths)
     except (HostToolError, OSError) as error:
         print(f"image: cannot be pulled from other hosts: {error}", file=sys.stderr, flush=True)

@@ -6,7 +6,8 @@ import time
 import pytest
 from socket_servers import docker_daemon, listening
 from spark_contract.job import parse_progress
-from spark_contract.tool import HostToolError
+from spark_contract.paths import Paths
+from spark_contract.tool import LAYERS_OPTION, HostToolError
 from spark_host import image
 from spark_host.image import PullProgress
 from spark_host.system import docker
@@ -93,6 +94,12 @@ def test_unresponsive_docker_socket_is_a_stall(tmp_path, monkeypatch):
     with listening(tmp_path / "docker.sock"):
         monkeypatch.setenv("SPARK_DOCKER_SOCKET", str(tmp_path / "docker.sock"))
         assert "stalled" in pull_error()
+
+
+def test_downloads_no_layers_of_an_image_that_docker_has(daemon, monkeypatch, tmp_path):
+    daemon.images.add(REFERENCE)
+    monkeypatch.setattr(image, "_pull_from_peers", lambda *_: pytest.fail("downloads layers"))
+    assert image.main([LAYERS_OPTION, "layers.json", REFERENCE], Paths(tmp_path)) == 0
 
 
 @pytest.mark.parametrize(("bytes_per_s", "stalls"), [(1500, False), (500, True)])
