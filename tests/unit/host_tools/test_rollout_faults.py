@@ -231,6 +231,14 @@ def test_killed_rollout_that_has_its_proof_is_finished_or_rolled_back(sim, call,
     assert_serves(sim, serving)
 
 
+def test_killed_rollback_still_reports_why_the_rollout_failed(sim):
+    sim.broken[B] = "full"
+    result = deploy(sim, B, close=["", "kill before"])
+    assert result.state == "rolled-back"
+    assert "check answers: it is wrong" in str(result.reason)
+    assert_serves(sim, A)
+
+
 def test_known_good_record_survives_clock_steps(sim):
     host = sim.host()
     host.disk.write(host.paths.known_good("main"), KnownGoodReleases(A, (), "999999999"))

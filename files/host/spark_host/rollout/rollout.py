@@ -168,7 +168,9 @@ def recover(name: str, host: Host) -> int:
         old = host.release(last.previous)
         reason = f"the rollout was killed in phase {last.phase}"
         log(reason)
-        record.set(reason=reason, failed_phase=str(last.phase))
+        failed_phase = last.failed_phase or str(last.phase)  # before the rollback
+        reasons = "; ".join(filter(None, (last.reason, reason)))
+        record.set(reason=reasons, failed_phase=failed_phase)
         # If the rollout only checked the running release, that release still serves.
         untouched = last.serving == name and last.phase == "check" and "drain" not in last.times_s
         if last.phase in (None, "prove") or untouched:
