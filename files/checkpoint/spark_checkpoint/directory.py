@@ -58,8 +58,11 @@ def list_files(directory: Path) -> list[str]:
     names = []
     for path in directory.rglob("*"):
         relative = path.relative_to(directory)
-        if path.is_file() and ".cache" not in relative.parts and str(relative) != RECEIPT_NAME:
-            names.append(str(relative))
+        name = str(relative)
+        # A killed process may have left an unfinished receipt.
+        is_receipt = name == RECEIPT_NAME or name.startswith(f".{RECEIPT_NAME}.")
+        if path.is_file() and ".cache" not in relative.parts and not is_receipt:
+            names.append(name)
     return sorted(names)
 
 

@@ -135,6 +135,17 @@ def test_hashes_touched_files_once_and_updates_their_recorded_stat(workshop, lay
     assert after == before
 
 
+def test_verify_that_was_killed_is_finished_by_the_next_run(workshop):
+    workshop.build(layout="full")
+    os.utime(workshop.out / SHARD.format(1))
+    killed = run_broken("verify", workshop.out, number=1, names=["rename"])
+    assert killed.returncode == -9
+    assert len(list(workshop.out.glob(".receipt.json.*"))) == 1
+    run_tool("verify", workshop.out)
+    assert list(workshop.out.glob(".*")) == []
+    assert hashed_bytes(run_tool("verify", workshop.out)) == 0
+
+
 def test_adds_missing_inodes_to_a_receipt_from_an_older_builder(workshop):
     workshop.build()
     new = workshop.read("receipt.json")
