@@ -11,6 +11,7 @@ from spark_contract import documents
 from spark_contract.paths import RECEIPT_NAME
 from spark_contract.receipts import ReceiptFile, SourceReceipt
 from spark_contract.records import DailyReport, Proof
+from spark_contract.tool import HostToolError
 from spark_host import status
 from spark_host.records import boot
 from spark_host.system import host as system
@@ -135,6 +136,15 @@ def test_failing_inspection_does_not_hide_other_problems(serving):
     broken = serving.host.paths.state / "good/folder.json"
     broken.mkdir(parents=True)
     assert {where for where, _ in serving.inspect()} == {"clock", "daily check"}
+
+
+def test_hanging_systemd_does_not_hide_other_problems(serving, monkeypatch):
+    def hang(unit):
+        raise HostToolError("systemctl show", "did not exit within 60 s", "run it again")
+
+    serving.clock_synchronised = "no"
+    monkeypatch.setattr(serving, "is_active", hang)
+    assert {where for where, _ in serving.inspect()} == {"clock", "systemctl show"}
 
 
 def test_healthy_host_has_no_problems(serving):

@@ -39,7 +39,12 @@ _MAX_CLOCK_ERROR_S = 3_600
 
 def inspect_host(host: Host) -> DailyReport:
     releases = [r for name in host.disk.release_names(host.paths) if (r := host.release(name))]
-    running = [release for release in releases if host.units.is_active(release.serve_unit)]
+    running: list[Release] = []
+
+    def find_running() -> Iterator[Problem]:
+        running.extend(r for r in releases if host.units.is_active(r.serve_unit))
+        yield from ()
+
     last = host.disk.read(DailyReport, host.paths.daily) or DailyReport("", ())
     trees = chain.from_iterable(_checkpoints_needed_at_boot(releases, host).values())
     damaged, position = last.damaged_parts, last.next_part
@@ -51,6 +56,7 @@ def inspect_host(host: Host) -> DailyReport:
         yield from problems.values()
 
     problems = _collect(
+        find_running(),
         _stopped_units(running, host),
         _certificates(running, host.paths),
         _journal(host.paths),
@@ -68,6 +74,8 @@ def _collect(*inspections: Iterator[Problem]) -> Iterator[Problem]:
     for inspection in inspections:
         try:
             yield from inspection
+        except HostToolError as error:
+            yield Problem(error.where, error.what, error.fix)
         except (OSError, ValueError, RecursionError) as error:
             name = getattr(inspection, "__name__", "inspection").strip("_")
             fix = "check the disk (`dmesg`) and the file, then run `spark-host daily`"
