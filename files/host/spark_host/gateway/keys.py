@@ -112,7 +112,8 @@ def add_logged_usage(paths: Paths) -> None:
             files.sync(lines.fileno())
         write_document(paths.usage(log.stem), usage)
         # Free the space, but keep the length: truncating could remove lines logged meanwhile.
-        read_output("fallocate", "--punch-hole", f"--length={usage.counted_bytes}", str(log))
+        if usage.counted_bytes:
+            read_output("fallocate", "--punch-hole", f"--length={usage.counted_bytes}", str(log))
 
 
 def _usage_log(path: Path) -> Path:
