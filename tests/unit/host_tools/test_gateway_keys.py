@@ -234,6 +234,7 @@ def test_usage_counts_each_request_once_after_a_killed_update(host, usage_log, m
 
 def test_usage_counts_requests_that_are_logged_during_an_update(host, usage_log, monkeypatch):
     logged = []
+    usage_log.touch()
     keys.add_logged_usage(host.paths)  # nothing is logged yet
 
     def write_and_log(path, document):
