@@ -303,8 +303,8 @@ class ServiceEngineSettings:
     rejection_sample_method: Literal["standard", "block"] | None = None
     """How drafts are verified, as in a profile's `speculation`."""
     draft_vocabulary_tokens: DraftVocabulary | None = Field(default=None, examples=[32768])
-    """Number of frequent tokens from which drafts are chosen, as in a profile's `speculation`. 0:
-    all tokens."""
+    """Number of frequent tokens from which drafts are chosen, as in a profile's `speculation`: a
+    multiple of 64, at least 1024. 0: all tokens."""
     num_speculative_tokens_per_batch_size: DraftSchedule | None = Field(
         default=None, examples=[[[1, 2, 2], [3, 4, 1]]]
     )
