@@ -11,7 +11,7 @@ import pytest
 from builder_faults import flip
 from builder_hub import Hub, contents, send_and_crawl
 from builder_judge import LAYOUTS
-from builder_shards import read_shard, write_shard
+from builder_shards import Raw, read_shard, write_shard
 from builder_trees import file_entries, piece_lines, run_tool, tool_environment
 
 TREE = "f" * 64
@@ -193,6 +193,7 @@ def test_does_not_use_a_proxy_for_peers(peer_order, hub, peer, tmp_path):
 
 DIGEST = "1" * 64
 DRAFTER = "mtp.layers.0.self_attn"
+TABLE = "model.language_model.layers.1.ple.ple_embedding.ngram_embedding.shard_0.weight"
 
 
 class Copy:
@@ -299,12 +300,16 @@ def test_copies_new_tensors_from_peer_and_links_local_base(copy):
         ("full", {"shared_experts": "int8-g128", "drafter_int4": [f"{DRAFTER}.q_proj"]}),
         ("full", {"shared_experts": "keep", "head": "int8-g128"}),
         ("overlay", {"shared_experts": "fp8-self"}),
+        ("overlay", {"shared_experts": "fp8-self", "ngram_table": "e2m1"}),
+        ("full", {"shared_experts": "keep", "ngram_table": "e2m1"}),
     ],
-    ids=["drafter and head", "int8", "head only", "fp8-self"],
+    ids=["drafter and head", "int8", "head only", "fp8-self", "fp8-self and table", "table only"],
 )
 def test_copies_every_kind_of_new_tensor_from_a_peer(workshop, tmp_path, layout, choices, with_mtp):
     if not with_mtp:
         workshop.mtp = {}
+    if "ngram_table" in choices:
+        workshop.base[TABLE] = Raw("BF16", (50, 32), b"\x80\x3f" * 50 * 32)
     with Hub(tmp_path / "peer") as peer:
         copy = Copy(workshop, peer, layout, **choices)
         shutil.rmtree(workshop.donor_dir)

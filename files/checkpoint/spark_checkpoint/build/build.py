@@ -371,6 +371,8 @@ def _check_entries(
     """Check the dtypes and shapes in the headers of a peer's new tensors."""
     base, weights = sources.base, {}
     for old, names in tensor_sets.replacement_names(plan).items():
+        if not names:  # n-gram tables are not copied
+            continue
         module = old.removesuffix(tensor_sets.WEIGHT)
         if names == (module + tensor_sets.WEIGHT, module + tensor_sets.SCALE):
             weight, scale = (entries[name] for name in names)
