@@ -52,6 +52,8 @@ class Apt:
             if argv[-1] in self.needs:
                 return "10\n"
             return "".join(f"ii  {name}\n" for name in self.needs)
+        if argv[0] == "apt-cache":
+            return "".join(f"{name}\n  Depends: x\n" for name in self._with_dependencies(argv))
         if argv[0] == "apt-mark":
             return "".join(f"{name}\n" for name in argv[2:] if name in self.manual)
         purged = self._with_dependents(set(argv[argv.index("purge") + 1 :]))
@@ -59,6 +61,12 @@ class Apt:
             while unneeded := self._unneeded(purged):
                 purged |= unneeded
         return "".join(f"Purg {name} [1]\n" for name in sorted(purged))
+
+    def _with_dependencies(self, names):
+        names = set(names) & self.needs.keys()
+        while more := {need for name in names for need in self.needs[name]} - names:
+            names |= more
+        return names
 
     def _with_dependents(self, purged):
         while more := {name for name, needs in self.needs.items() if purged & set(needs)} - purged:
@@ -107,6 +115,11 @@ def test_uninstall_keeps_packages_that_the_owner_needs(apt):
     packages = reasons_to_stay(earlier_host())
     assert packages["jq"] == "needed by theirs"
     assert packages.keys().isdisjoint({"libjq1", "theirs"})
+
+
+def test_uninstall_keeps_unneeded_packages_of_others(apt):
+    apt.needs["linux-image-6.17.0-1014-nvidia"] = ()  # from an update after the first deploy
+    assert reasons_to_stay(earlier_host()).keys() == {"jq", "libjq1", "nginx-light", "docker.io"}
 
 
 def test_uninstall_keeps_a_running_nginx(apt, monkeypatch):

@@ -135,7 +135,9 @@ def package_items(
             reason = reason or keep_reasons.get(name) or ("" if footprint.engine else _KEEP_ENGINE)
         items.append(ManagedItem("package", name, _size_bytes(name), reason))
     removed = [item.name for item in items if not item.kept_because]
-    unneeded = sorted((_simulate_purge(removed, auto=True) - set(before.packages)) - set(removed))
+    # Unneeded packages of the host's owner, such as an earlier kernel, stay.
+    ours = _dependencies((*footprint.packages, *engine_and_gpu)) - {*before.packages, *removed}
+    unneeded = sorted(_simulate_purge(removed, auto=True) & ours)
     purged = {*removed, *unneeded}
     # Keep dependencies whose removal would remove other packages.
     removable = [name for name in unneeded if not _simulate_purge([name], auto=False) - purged]
@@ -160,6 +162,14 @@ def _usage_reason(name: str, added: list[str], before: Baseline) -> str:
     manual = _read_output("apt-mark", "showmanual", *sorted(others)).split() if others else []
     owned = sorted(others & {*manual, *before.packages})
     return f"needed by {', '.join(owned)}" if owned else ""
+
+
+def _dependencies(names: Iterable[str]) -> set[str]:
+    """Return packages and everything that they depend on, installed or not."""
+    ignored = ("recommends", "suggests", "conflicts", "breaks", "replaces", "enhances")
+    options = ["--recurse", *(f"--no-{relation}" for relation in ignored)]
+    lines = _read_output("apt-cache", "depends", *options, *names).splitlines()
+    return {line.partition(":")[0] for line in lines if not line.startswith(" ")}
 
 
 def _simulate_purge(names: list[str], *, auto: bool) -> set[str]:
