@@ -1,11 +1,12 @@
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from simulated_host import A, B, SimulatedHost
-from simulated_ports import Engines, release_of
+from simulated_ports import Disk, Engines, release_of
 from spark_contract.records import KnownGoodReleases
 from spark_contract.release import Bench
 from spark_contract.tool import HostToolError
@@ -15,6 +16,7 @@ from spark_host.records import boot
 from spark_host.rollout import rollout, steps
 from spark_host.rollout.record import Record
 
+C = f"main-{'c' * 12}"
 FAULTS = ("kill before", "kill after", "cut before", "cut after", "reboot", "fail", "late", "hang",
           "full", "dies", "stop", "again", "other")  # fmt: skip
 
@@ -237,6 +239,25 @@ def test_killed_rollback_still_reports_why_the_rollout_failed(sim):
     assert result.state == "rolled-back"
     assert "check answers: it is wrong" in str(result.reason)
     assert_serves(sim, A)
+
+
+@pytest.mark.parametrize("then", [None, C], ids=["another process", "another rollout"])
+def test_recovery_waits_for_a_process_that_has_taken_the_lock(sim, monkeypatch, then):
+    locked, numbers = Disk.locked, count(1)
+
+    def locked_by_another(disk, path, *, wait=False):
+        if path == sim.paths.rollout_lock("main") and next(numbers) == 2:
+            if not wait:
+                raise BlockingIOError
+            if then:
+                sim.deploy(then)
+        return locked(disk, path, wait=wait)
+
+    monkeypatch.setattr(Disk, "locked", locked_by_another)
+    result = deploy(sim, B, full_check=["kill before"])
+    assert result.state == ("refused" if then else "rolled-back")
+    assert "was killed in phase check" in str(result.reason)
+    assert_serves(sim, then or A)
 
 
 def test_known_good_record_survives_clock_steps(sim):

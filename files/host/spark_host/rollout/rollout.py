@@ -163,7 +163,8 @@ def recover(name: str, host: Host) -> int:
     is_this_run = (last.boot_id, last.invocation_id) == (host.boot_id, host.invocation_id)
     if not is_this_run or host.units.is_stopping():
         return 0
-    with rollout_lock(release.service, host):
+    # Wait, because prune or a request may have taken the lock since the kill.
+    with rollout_lock(release.service, host, wait=True):
         record = Record(release, host, last)
         old = host.release(last.previous)
         reason = f"the rollout was killed in phase {last.phase}"
@@ -173,8 +174,10 @@ def recover(name: str, host: Host) -> int:
         record.set(reason=reasons, failed_phase=failed_phase)
         # If the rollout only checked the running release, that release still serves.
         untouched = last.serving == name and last.phase == "check" and "drain" not in last.times_s
-        if last.phase in (None, "prove") or untouched:
-            record.end("refused", boot.active_release(release.service, host))
+        active = boot.active_release(release.service, host)
+        was_replaced = active not in (None, name, last.previous, last.serving)
+        if last.phase in (None, "prove") or untouched or was_replaced:
+            record.end("refused", active)
         elif last.phase in ("open", "enable", "bench") and steps.is_proven(release, host):
             _finish(release, old, host, record)
         else:
@@ -199,10 +202,10 @@ def _finish(release: Release, old: Release | None, host: Host, record: Record) -
 
 
 @contextmanager
-def rollout_lock(service: str, host: SystemHost) -> Iterator[None]:
+def rollout_lock(service: str, host: SystemHost, *, wait: bool = False) -> Iterator[None]:
     with ExitStack() as stack:
         try:
-            stack.enter_context(host.disk.locked(host.paths.rollout_lock(service)))
+            stack.enter_context(host.disk.locked(host.paths.rollout_lock(service), wait=wait))
         except BlockingIOError as error:
             message = "another rollout of this service is running"
             fix = f"wait until it ends (`systemctl list-units '{SWITCH.unit('*')}'`)"
