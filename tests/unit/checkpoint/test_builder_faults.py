@@ -7,10 +7,14 @@ import subprocess
 import pytest
 from builder_faults import POINTS, flip, run_broken, spread_calls
 from builder_judge import LAYOUTS
-from builder_shards import read_shard
+from builder_shards import Raw, read_shard
 from builder_trees import file_entries, run_tool, tree_tensors
 from spark_checkpoint import TransferError
+from spark_checkpoint.build.build import peak_bytes
+from spark_checkpoint.directory import read_checkpoint
 from spark_checkpoint.storage import publish
+from spark_contract.builder_api import BuildPlan
+from spark_contract.documents import parse
 
 from tests.unit.prerequisites import missing
 
@@ -108,6 +112,19 @@ def test_rejects_too_small_filesystem_before_writing(scene, small_disk):
     assert done.returncode == 3
     assert "are free; fix: free " in done.stderr
     assert list(out.parent.glob("*/*")) == []
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_required_space_excludes_ngram_tensors_that_move_to_a_file(workshop, layout):
+    name = "model.language_model.layers.1.ple.ple_embedding.ngram_embedding.shard_0.weight"
+    workshop.base[name] = Raw("BF16", (50_000, 32), bytes(50_000 * 64))
+    choices = {"layout": layout, "shared_experts": "keep", "donor": None, "donor_unmatched": []}
+    workshop.build(**choices, ngram_table="e2m1")
+    plan = parse(BuildPlan, workshop.write_plan(**choices, ngram_table="e2m1").read_text())
+    paths = [path for path in workshop.out.iterdir() if path.suffix in (".safetensors", ".bin")]
+    written = sum(path.stat().st_size for path in paths if path.stat().st_nlink == 1)
+    required = peak_bytes(plan, read_checkpoint(workshop.base_dir), {}, [])
+    assert 0 <= required - written < 10_000
 
 
 def test_never_overwrites_an_existing_file_or_directory(tmp_path):

@@ -16,7 +16,7 @@ from spark_contract.files import now
 from spark_checkpoint import TOOL_VERSION, ValidationError, storage, tensor_sets, verify
 from spark_checkpoint.build import layouts
 from spark_checkpoint.build.new_tensors import TensorMaker
-from spark_checkpoint.build.ngram_table import find_tables, table_tensors
+from spark_checkpoint.build.ngram_table import find_tables, size_change_bytes, table_tensors
 from spark_checkpoint.build.source_checks import (
     Sources,
     check_base_names,
@@ -116,7 +116,8 @@ class _Build:
         )
         _check_locked_tensors(files_url, plan, sources, changes, receipt.donor_sha256)
         rewritten = (base.shards[name] for name in rewritten_shards(plan, base))
-        size_bytes = changes.size_bytes + sum(header.file_bytes for header in rewritten)
+        size_bytes = changes.size_bytes + size_change_bytes(base, plan.ngram_table)
+        size_bytes += sum(header.file_bytes for header in rewritten)
         storage.check_free_space(self.result_dir, size_bytes, f"copying {plan.name}")
         layout = self._write_files(sources, hashes, changes)
         actual, expected = (
@@ -278,7 +279,7 @@ def peak_bytes(
         staged_bytes += packed_bytes(weight.shape, 4)
     staged_bytes += sum(tensor_bytes("BF16", received[name].shape) for name in grafted)
     shards = (base.shards[name] for name in rewritten_shards(plan, base))
-    tables = sum(table.file_bytes for table in find_tables(base, plan.ngram_table))
+    tables = size_change_bytes(base, plan.ngram_table)
     return 2 * staged_bytes + sum(header.file_bytes for header in shards) + tables
 
 

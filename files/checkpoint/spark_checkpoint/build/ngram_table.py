@@ -209,6 +209,13 @@ def find_tables(base: Checkpoint, number_format: str) -> list[NgramTable]:
     return tables
 
 
+def size_change_bytes(base: Checkpoint, number_format: str) -> int:
+    """Return the size of the tables' files minus that of the tensors that they replace."""
+    tables = find_tables(base, number_format)
+    replaced = (base.tensor(name).size_bytes for name in table_tensors(base) if tables)
+    return sum(table.file_bytes for table in tables) - sum(replaced)
+
+
 def _check_shapes(table: NgramTable) -> None:
     """Raise ValidationError unless all shards have rows of the same kind that fit in a block."""
     base, first = table.base, table.base.tensor(table.shards[0])
