@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pyinfra import host, state
-from spark_contract.machine import version_key
+from spark_contract.machine import KEXEC_HANDOVER_KERNEL, version_key
 
 from spark_deploy.config.errors import Problem
 from spark_deploy.config.settings.host import DOCKER_DIR, GB10
@@ -181,7 +181,7 @@ def _package_findings(survey: Survey) -> Iterator[Finding]:
 
 # Prefix of `uname -r` -> fault, kernel parameter that avoids it, source.
 _FAULTY_KERNELS = {
-    "7.0.0-1019-": (
+    KEXEC_HANDOVER_KERNEL: (
         "reserves about 9 GiB, which cannot be pinned, for a kexec handover; "
         "CUDA and NCCL reportedly run out of memory",
         "kho=off",

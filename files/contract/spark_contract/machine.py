@@ -14,6 +14,8 @@ DRIVER_MODULE = "/proc/driver/nvidia/version"
 DRIVER_LIBRARIES = "/usr/lib/*-linux-gnu/libnvidia-ml.so.*.*"
 # Matches the library, but not the link `libcuda.so.1`.
 LIBCUDA = r"libcuda\.so\.[0-9]+\.[0-9][0-9.]*(\+[a-z]+)?"
+# Prefix of kernels that preflight advises against, so an installed one is no reason to reboot.
+KEXEC_HANDOVER_KERNEL = "7.0.0-1019-"
 _MODULE = re.compile(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?(?:\+\w+)?)\s")
 
 
@@ -45,10 +47,11 @@ class BootSigns:
 
 
 def newest_of_same_flavor(kernel: str, kernels: Iterable[str]) -> str:
-    """Return the newest kernel with the flavor of ``kernel``, such as ``-nvidia``, or ""."""
+    """Return the newest usable kernel with the flavor of ``kernel``, such as ``-nvidia``, or ""."""
     flavor = f"-{kernel.rpartition('-')[2]}" if "-" in kernel else ""
     matching = (name for name in kernels if name.endswith(flavor))
-    return max(matching, key=version_key, default="")
+    usable = (name for name in matching if not name.startswith(KEXEC_HANDOVER_KERNEL))
+    return max(usable, key=version_key, default="")
 
 
 def version_key(version: str) -> tuple[int, ...]:

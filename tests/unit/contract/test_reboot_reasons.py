@@ -23,6 +23,7 @@ CASES: dict[str, tuple[dict[str, str], str]] = {
         {f"boot/vmlinuz-{RUNNING}": "", "boot/vmlinuz-6.17.0-1004-nvidia": ""},
         "",
     ),
+    "kernel that preflight advises against": ({"boot/vmlinuz-7.0.0-1019-nvidia": ""}, ""),
     "kernel of another kind": ({"boot/vmlinuz-6.18.0-1-generic": ""}, ""),
     "marked": ({"run/reboot-required": ""}, "/run/reboot-required exists (unknown packages)"),
     "marked for packages": (
