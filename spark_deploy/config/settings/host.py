@@ -2,6 +2,7 @@
 
 import ipaddress
 import itertools
+import os
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
@@ -169,6 +170,14 @@ class SshSettings:
     key_file: Text | None = Field(default=None, description="Private key file on the controller.")
     known_hosts_file: Text | None = None
     """File to use instead of ~/.ssh/known_hosts."""
+
+    def violations(self) -> Iterator[Violation]:
+        for key in ("key_file", "known_hosts_file"):
+            path = os.path.expanduser(getattr(self, key) or "")
+            if path.startswith("~"):
+                user = path[1:].partition("/")[0] or "the owner of this process"
+                message = f"{user} is not a user of this machine"
+                yield Violation((key,), message, "write an absolute path")
 
 
 _FIRST_ADDRESS = 11  # number of the first host's address in a network

@@ -276,7 +276,7 @@ def _with_template(engine: _Engine, root: Path) -> _Engine | Violation:
     key = ("chat_template",)
     if any(name.replace("_", "-") == _TEMPLATE_OPTION for name in engine.options):
         return Violation(key, f"engine.options also sets {_TEMPLATE_OPTION}", "keep only one")
-    path = root / Path(engine.chat_template).expanduser()
+    path = root / os.path.expanduser(engine.chat_template)
     text = _read_text(key, path, _MAX_TEMPLATE_BYTES, "set it to a Jinja file on this machine")
     if isinstance(text, Violation):
         return text
@@ -315,7 +315,7 @@ def _with_vocabulary_text(engine: EngineSettings, root: Path) -> EngineSettings 
     if engine.draft_vocabulary_text is None:
         return engine
     key = ("draft_vocabulary_text",)
-    path = root / Path(engine.draft_vocabulary_text).expanduser()
+    path = root / os.path.expanduser(engine.draft_vocabulary_text)
     text = _read_text(key, path, _MAX_TEXT_BYTES, "set it to a UTF-8 text file on this machine")
     if isinstance(text, Violation):
         return text
@@ -327,7 +327,7 @@ def _with_calibration(requantize: RequantizeSettings, root: Path) -> RequantizeS
     if requantize.calibration is None:
         return requantize
     key = ("calibration",)
-    path = root / Path(requantize.calibration).expanduser()
+    path = root / os.path.expanduser(requantize.calibration)
     fix = 'use a local file of JSON lines, each {"text": "..."}'
     text = _read_text(key, path, _MAX_TEXT_BYTES, fix)
     if isinstance(text, Violation):
@@ -368,7 +368,7 @@ def _read_reference(reference: SecretRef) -> str:
         return os.environ[reference.env]
     if reference.file:
         try:
-            return Path(reference.file).expanduser().read_text(encoding="utf-8")
+            return Path(os.path.expanduser(reference.file)).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"{reference.file} cannot be read ({type(error).__name__})") from None
     if reference.command:

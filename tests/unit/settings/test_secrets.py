@@ -18,6 +18,7 @@ def test_reads_secret_from_file_command_or_environment_variable(tmp_path, monkey
     [
         SecretRef(env="NOT_SET_ANYWHERE"),
         SecretRef(file="/nonexistent/key"),
+        SecretRef(file="~nobody-here/key"),
         SecretRef(command=("false",)),
         SecretRef(command=("/nonexistent/program",)),
         SecretRef(command=("true",)),

@@ -154,6 +154,11 @@ WRONG = {
     "serve: {port: 1": "line",
     "model: a\nmodel: b": "'model' is given twice",
     "serve: [1]": "[1] is not a mapping",
+    "engine: {chat_template: ~nobody-here/x}": "engine.chat_template: ",
+    "engine: {draft_vocabulary_text: ~nobody-here/x}": "engine.draft_vocabulary_text: ",
+    "requantize: {calibration: ~nobody-here/x}": "requantize.calibration: ",
+    "ssh: {key_file: ~nobody-here/x}": "ssh.key_file: nobody-here is not a user of this machine",
+    "ssh: {known_hosts_file: ~nobody-here/x}": "ssh.known_hosts_file: nobody-here is not a user",
     "repositories: {v: {url: 'https://a', suite: b, components: [], key_url: 'https://a'}}": "sha",
 }
 
