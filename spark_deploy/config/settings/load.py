@@ -300,7 +300,8 @@ _MAX_TEXT_BYTES = 64 << 20
 
 def _read_text(key: KeyPath, path: Path, max_bytes: int, fix: str) -> str | Violation:
     try:
-        text = path.read_text("utf-8")
+        with path.open(encoding="utf-8") as file:
+            text = file.read(max_bytes + 1)
     except (OSError, UnicodeDecodeError) as error:
         return Violation(key, f"{path} cannot be read ({type(error).__name__})", fix)
     if not text:

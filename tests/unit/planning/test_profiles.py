@@ -205,10 +205,13 @@ def test_rejects_draft_vocabulary_text_without_a_token_count(tmp_path):
         ranked_plan(tmp_path, **{"engine.draft_vocabulary_tokens": None})
 
 
-@pytest.mark.parametrize("content", [None, b"", b"\xff", b"x" * ((64 << 20) + 1)])
+@pytest.mark.parametrize("content", [None, b"", b"\xff", b"x" * ((64 << 20) + 1), "1 TiB"])
 def test_rejects_unreadable_empty_or_too_large_draft_vocabulary_texts(tmp_path, content):
     path = tmp_path / "answers.txt"
-    if content is not None:
+    if content == "1 TiB":
+        with path.open("wb") as file:
+            file.truncate(1 << 40)
+    elif content is not None:
         path.write_bytes(content)
     with pytest.raises(SettingsError, match=r"engine\.draft_vocabulary_text"):
         plan_of(**{"engine.draft_vocabulary_text": str(path)})
