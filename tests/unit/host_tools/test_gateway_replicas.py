@@ -8,7 +8,7 @@ from http.server import ThreadingHTTPServer
 import pytest
 from gateway_client import CHAT, OWN_KEY, QUESTION, free_port, open_service, running_gateway
 from socket_servers import SilentHandler
-from spark_host.gateway import gateway
+from spark_host.gateway import gateway, nginx
 
 LOST = 0
 
@@ -124,6 +124,33 @@ def test_does_not_retry_a_started_response(replicas, status):
     replicas.other.status = status
     assert replicas.ask()[0] == status
     assert len(replicas.other.requests) == 1
+
+
+def test_keeps_the_known_addresses_of_replicas_while_names_cannot_be_resolved(
+    replicas, monkeypatch
+):
+    def fail(*_, **__):
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+    paths = replicas.client.host.paths
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "getaddrinfo", fail)  # as in the watchdog, which has no network
+        assert gateway.is_current(replicas.client.settings, paths)
+        (paths.gateway_run("main") / "nginx.conf").unlink()  # as after a reboot
+        gateway.reload("main", paths)
+    assert set(replicas.answering_hosts(6)) == {"own", "other"}
+
+
+def test_tailnet_replicas_are_reached_over_ipv4_where_gateways_listen(host, monkeypatch):
+    def resolve(name, port, family=0, type=0):
+        v6 = (socket.AF_INET6, type, 6, "", ("fd7a:115c:a1e0::2", 0, 0, 0))
+        v4 = (socket.AF_INET, type, 6, "", ("100.64.0.2", 0))
+        return [result for result in (v6, v4) if family in (0, result[0])]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    replicas = {"port": 8008, "others": ["spark-2.example.ts.net:8000"]}
+    settings = host.gateway(expose="tailscale", replicas=replicas)
+    assert "server 100.64.0.2:8000 " in nginx.render_config(settings, host.paths)
 
 
 def test_rejects_a_wrong_key(replicas):

@@ -4,6 +4,7 @@ While the traffic file of a service exists, the gateway forwards requests. The f
 so traffic is closed after a boot. Closing does not interrupt in-flight requests.
 """
 
+import json
 import os
 import re
 import secrets
@@ -205,6 +206,9 @@ def _install_config(settings: Gateway, paths: Paths) -> Path:
             message = f"nginx rejects the configuration: {reason}"
             raise HostToolError(f"gateway of {settings.service}", message, "run the deploy again")
         os.replace(new, config)
+        if settings.replicas:
+            addresses = json.dumps(listeners.replica_addresses(settings, paths))
+            files.write_text(listeners.known_replicas(settings, paths), addresses)
     return folder
 
 

@@ -5,6 +5,7 @@ nginx would not start with them.
 """
 
 import fcntl
+import json
 import os
 import socket
 import struct
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spark_contract.gateway import Gateway
+from spark_contract.paths import Paths
 
 from spark_host.system.programs import error_line, run_program
 
@@ -90,6 +92,34 @@ def tailscale_address() -> tuple[str | None, str | None]:
     if not _is_local(lines[0]):
         return None, f"no interface of this host has the tailscale address {lines[0]}"
     return lines[0], None
+
+
+def replica_addresses(settings: Gateway, paths: Paths) -> dict[str, str]:
+    """Return address:port of other replicas by name; an unresolvable name keeps its last address.
+
+    The watchdog cannot use the network, and after a power cut other hosts may start later.
+    """
+    others = settings.replicas.others if settings.replicas else ()
+    path = known_replicas(settings, paths)
+    known = json.loads(path.read_text()) if path.exists() else {}
+    # On a tailnet, gateways listen only on IPv4.
+    family = socket.AF_INET if settings.expose == "tailscale" else socket.AF_UNSPEC
+    addresses = {name: _resolve(name, family) or known.get(name) for name in others}
+    return {name: address for name, address in addresses.items() if address}
+
+
+def known_replicas(settings: Gateway, paths: Paths) -> Path:
+    return paths.gateway_bodies(settings.service) / "replicas.json"
+
+
+def _resolve(name: str, family: int) -> str | None:
+    host, _, port = name.rpartition(":")
+    try:
+        results = socket.getaddrinfo(host.strip("[]"), None, family, socket.SOCK_STREAM)
+    except OSError:
+        return None
+    family, *_, address = results[0]
+    return f"[{address[0]}]:{port}" if family == socket.AF_INET6 else f"{address[0]}:{port}"
 
 
 def _bridge_address() -> str | None:

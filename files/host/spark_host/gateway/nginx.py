@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import re
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
@@ -315,16 +314,16 @@ def _render_replicas(
 ) -> tuple[str, list[str]]:
     """Return the balancer's configuration, and directives for this host's gateway.
 
-    Replicas that cannot be resolved are left out. Health checks are not needed, because a host
+    Replicas with an unknown address are left out. Health checks are not needed, because a host
     without a proven engine returns 503, and nginx then tries the next host.
     """
     if settings.replicas is None:
         return "", []
     local_socket = f"unix:{paths.gateway_run(settings.service)}/replicas.sock"
-    others = [resolved for name in settings.replicas.others if (resolved := _resolve(name))]
-    servers = [local_socket, *(f"{address}:{port}" for address, port in others)]
+    others = listeners.replica_addresses(settings, paths).values()
+    servers = [local_socket, *others]
     # Requests from a balancer are not limited, because the balancer has already counted them.
-    balancers = ("unix:", *(address.strip("[]") for address, _ in others))
+    balancers = ("unix:", *(address.rpartition(":")[0].strip("[]") for address in others))
     port = settings.replicas.port
     balancer_listeners = [Listener(item.address, port, item.tls) for item in listening]
     values = {
@@ -338,16 +337,6 @@ def _render_replicas(
     }
     text = render_template("replicas.conf", values)
     return "\n\n" + text.rstrip(), [f"listen {local_socket};"]
-
-
-def _resolve(name: str) -> tuple[str, str] | None:
-    host, _, port = name.rpartition(":")
-    try:
-        results = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
-    except OSError:
-        return None
-    family, *_, address = results[0]
-    return f"[{address[0]}]" if family == socket.AF_INET6 else str(address[0]), port
 
 
 def share(paths: Paths) -> NoReturn:
