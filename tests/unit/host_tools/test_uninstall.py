@@ -249,6 +249,14 @@ def test_uninstall_removes_every_state_file(tmp_path):
     assert names_that_stay(paths) == ["theirs"]
 
 
+def test_uninstall_removes_request_bodies_that_a_killed_gateway_left(tmp_path):
+    paths = Paths(tmp_path)
+    folder = paths.gateway_bodies("main")
+    (folder / "body").mkdir(parents=True)
+    things = [Path(thing.name) for thing in uninstall._tools_and_records(paths)]
+    assert any(path in (folder, *folder.parents) for path in things)
+
+
 def test_uninstall_keeps_network_state_while_addresses_are_set(tmp_path):
     paths = Paths(tmp_path)
     for path in (paths.below(NETPLAN_FILE), paths.state / "fabric/record.json"):

@@ -239,7 +239,7 @@ def _tools_and_records(paths: Paths) -> Iterator[ManagedItem]:
             if path.name == "fabric":
                 reason = keep_network  # `fabric --restore` needs this record
             yield ManagedItem("record", str(path), 0, reason)
-    for path in (paths.run, paths.below("/run/spark-gateway")):
+    for path in (paths.run, *map(paths.below, ("/run/spark-gateway", "/var/cache/spark-gateway"))):
         if path.exists():
             yield ManagedItem("run", str(path))
 
