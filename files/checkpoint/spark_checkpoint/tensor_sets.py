@@ -170,7 +170,7 @@ def check_packable(name: str, tensor: Tensor, bits: int) -> None:
     """Raise ValidationError if a weight cannot be packed with this number of bits per value."""
     codes_per_word = 32 // bits
     reason = ""
-    if tensor.dtype not in SIXTEEN_BIT or len(tensor.shape) != 2:
+    if tensor.dtype not in SIXTEEN_BIT or len(tensor.shape) != 2 or not tensor.size_bytes:
         reason = f"is {tensor.dtype} {list(tensor.shape)}, expected a 16-bit matrix"
     elif tensor.shape[1] % 128:
         reason = f"has {tensor.shape[1]} inputs, expected a multiple of the group size 128"

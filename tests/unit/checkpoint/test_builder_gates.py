@@ -142,6 +142,15 @@ def test_rejects_base_weights_that_are_not_16_bit(workshop):
     assert "is F32 [128, 256], expected a 16-bit matrix" in refused(workshop)
 
 
+@pytest.mark.parametrize("shape", [(0, 256), (128, 0)])
+@pytest.mark.parametrize("recipe", ["fp8-self", "int8-g128"])
+def test_rejects_empty_matrices(workshop, recipe, shape):
+    workshop.base[f"{MODULE}.up_proj.weight"] = Raw("BF16", shape, b"")
+    choices = {"shared_experts": recipe, "layout": "full", "donor": None, "donor_unmatched": []}
+    message = refused(workshop, **choices)
+    assert f"up_proj.weight is BF16 {list(shape)}, expected a 16-bit matrix" in message
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("shapes", [DONOR_SHAPES, []], ids=["planned", "not planned"])
 @pytest.mark.parametrize("suffix", ["weight", "weight_scale_inv"])
@@ -161,6 +170,10 @@ def extra_config(value):
 CONFIGS = {
     "no quantization": (lambda config: config.pop("quantization_config"), "quantization_config"),
     "a list": (lambda config: config.update(quantization_config=[]), "quantization_config"),
+    "no method": (
+        lambda config: config["quantization_config"].pop("quant_method"),
+        "has no quant_method",
+    ),
     "a list of modules": (extra_config(["lm_head"]), "a key per module, but is a list"),
     "a text": (extra_config("lm_head"), "a key per module, but is a str"),
     "tied": (lambda config: config.update(tie_word_embeddings=True), "has tied embeddings"),

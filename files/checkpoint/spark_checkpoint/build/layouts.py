@@ -43,6 +43,9 @@ def check_config(base: Mapping[str, Any], where: str, head: str) -> None:
     quantization = base.get("quantization_config")
     if not isinstance(quantization, dict):
         raise ValidationError(where, "has no quantization_config", "use an INT4 base")
+    if "quant_method" not in quantization:
+        problem = "has no quant_method in quantization_config"
+        raise ValidationError(where, problem, "use an INT4 base")
     per_module = quantization.get("extra_config")  # some exporters write null
     if per_module is not None and not isinstance(per_module, dict):
         problem = (

@@ -95,7 +95,8 @@ def check_sources(plan: BuildPlan, base: Checkpoint, config: Mapping[str, Any]) 
             scale = base.tensor(module + SCALE)
             check_fp8_weight(f"base {module}", weight.shape, weight, scale, plan.block_shape)
         elif plan.shared_experts != "keep":
-            if weight.dtype not in SIXTEEN_BIT or len(weight.shape) != 2:
+            is_matrix = len(weight.shape) == 2 and weight.size_bytes
+            if weight.dtype not in SIXTEEN_BIT or not is_matrix:
                 actual = f"{name} is {weight.dtype} {list(weight.shape)}"
                 problem = f"{actual}, expected a 16-bit matrix"
                 fix = "use a base with 16-bit shared experts"
