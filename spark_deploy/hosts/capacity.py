@@ -44,7 +44,7 @@ def resource_findings(plan: PreflightPlan, survey: Survey) -> Iterator[Finding]:
         message = f"Tailscale has no address on this host: {survey.tailscale or 'no output'}"
         fix = "run `tailscale up` on the host, or set serve.expose to another value"
         yield error("tailscale", message, fix)
-    obtainable_bytes = survey.obtainable_bytes
+    obtainable_bytes = _obtainable_bytes(plan, survey)
     lacks_memory = obtainable_bytes is not None and obtainable_bytes < plan.memory_needed_bytes
     for problem in _memory_holder_problems(plan, survey):
         yield Finding(lacks_memory, problem)
@@ -66,6 +66,17 @@ def competing_containers(
     )
 
 
+def _containers_to_stop(plan: PreflightPlan, survey: Survey) -> tuple[Container, ...]:
+    """Return the running containers in ``takeover``, whose memory and ports become free."""
+    competing = competing_containers(survey.containers)
+    return tuple(c for c in competing if c.name in plan.takeover and c.alive)
+
+
+def _obtainable_bytes(plan: PreflightPlan, survey: Survey) -> int | None:
+    """Memory available after all engines stop; ``None`` if unknown."""
+    return None if _containers_to_stop(plan, survey) else survey.obtainable_bytes
+
+
 def _container_findings(plan: PreflightPlan, survey: Survey) -> Iterator[Finding]:
     for container in competing_containers(survey.containers, plan.allow_containers):
         if container.name in plan.takeover:
@@ -82,8 +93,11 @@ def _container_findings(plan: PreflightPlan, survey: Survey) -> Iterator[Finding
 
 
 def _port_findings(plan: PreflightPlan, survey: Survey) -> Iterator[Finding]:
+    stopping = _containers_to_stop(plan, survey)
     for listener in survey.listeners:
-        if listener.port not in plan.ports:
+        is_published = any(str(listener.port) in container.ports for container in stopping)
+        in_container = container_id(listener.cgroup) in {container.id for container in stopping}
+        if listener.port not in plan.ports or is_published or in_container:
             continue
         where, planned_ports = f"port {listener.port}", plan.gateways.get(listener.service)
         if planned_ports and listener.port not in planned_ports:
@@ -230,7 +244,7 @@ def _memory_findings(plan: PreflightPlan, survey: Survey) -> Iterator[Finding]:
             return
         fix = f"set memory.total_gib to {host_gib} for this host, and plan again"
         yield error("memory", message, fix)
-    obtainable_bytes = survey.obtainable_bytes
+    obtainable_bytes = _obtainable_bytes(plan, survey)
     if obtainable_bytes is None:
         if memory.available_bytes < plan.memory_needed_bytes:
             yield warning(

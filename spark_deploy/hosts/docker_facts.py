@@ -179,6 +179,7 @@ _FIELDS = {
     "runtime": ".HostConfig.Runtime",
     "requests": ".HostConfig.DeviceRequests",
     "labels": ".Config.Labels",
+    "ports": ".NetworkSettings.Ports",
 }
 # An unset variable prints nothing; the final null keeps the list valid.
 _VISIBLE = (
@@ -230,6 +231,7 @@ class Container:
     restart: str  # no always unless-stopped on-failure
     uses_gpu: bool
     labels: dict[str, str]
+    ports: frozenset[str] = frozenset()  # published on the host
 
     @property
     def managed(self) -> bool:
@@ -263,6 +265,11 @@ def parse_containers(lines: Iterable[str]) -> Iterator[Container]:
             restart=row["restart"] or "no",
             uses_gpu=_uses_gpu(row["requests"], row["runtime"], row.get("visible")),
             labels=row["labels"] or {},
+            ports=frozenset(
+                binding["HostPort"]
+                for bindings in (row.get("ports") or {}).values()
+                for binding in bindings or ()
+            ),
         )
 
 

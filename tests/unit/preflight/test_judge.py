@@ -63,6 +63,8 @@ ON_GPU = (
     '{"id":"ID","name":"/images","image":"my/flux:1","state":"running","restart":"always",'
     '"runtime":"nvidia","requests":null,"labels":null,"visible":["all",null]}'
 ).replace("ID", "c0" * 32)
+CONTAINER_UNIT = f"docker-{'c0' * 32}.scope"
+ON_OUR_PORT = ON_GPU.replace('"labels":', '"ports":{"80/tcp":[{"HostPort":"8000"}]},"labels":')
 OUR_CONTAINER = (
     '{"id":"ID","name":"/spark-main-0123456789ab","image":"spark-vllm:0123456789ab",'
     '"state":"running","restart":"no","runtime":"nvidia","requests":null,'
@@ -254,6 +256,17 @@ CASES = {
     ),
     "our container": fits(containers=[ollama(name="spark-main-0123456789ab")]),
     "container to take over": fits({"takeover": ("ollama",)}, containers=[ollama()]),
+    **{
+        f"engine to take over on our port, {process}": Case(
+            {
+                "containers": [ON_OUR_PORT], "meminfo": ENGINE_SERVES,
+                "listeners": [f'LISTEN 0 1 0.0.0.0:8000 *:* users:(("{process}",pid=5,fd=7))'],
+                "listener_cgroups": [f"5 /system.slice/{unit}"],
+            },
+            [], ["memory|24.3 GiB available|unknown"], {"takeover": ("images",), "ports": (8000,)},
+        )
+        for process, unit in (("docker-proxy", "docker.service"), ("vllm", CONTAINER_UNIT))
+    },
     "unit named after the machine": warned("process python3", **unit("spark-vllm.service")),
     "our unit": fits(**unit(SERVE_UNIT)),
     "allowed container": fits({"allow_containers": ("images",)}, **IN_CONTAINER),
