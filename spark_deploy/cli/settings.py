@@ -27,6 +27,7 @@ from spark_deploy.config.catalog.types import Catalog
 from spark_deploy.config.checkout import CHECKOUT, read_mapping
 from spark_deploy.config.errors import Problem, SettingsError, SparkError
 from spark_deploy.config.schema_errors import suggest
+from spark_deploy.config.settings.engine import names_of
 from spark_deploy.config.settings.load import HostSettings, with_overrides
 from spark_deploy.inventory.clusters import unknown_host_problems, with_replica_addresses
 from spark_deploy.inventory.groups import check_conflicts, vars_root
@@ -54,7 +55,7 @@ def set_(options: Options, assignments: Sequence[str]) -> int:
         raise SparkError.single("set", "no KEY=VALUE given", fix)
     selected = select_hosts(options, must_serve=False)
     all_hosts = select_hosts(replace(options, limit=[], exclude=[]), must_serve=False)
-    values = {key: _parse_yaml(text) for key, text in texts.items()}
+    values = {names_of(key)[0]: _parse_yaml(text) for key, text in texts.items()}
     edits = write_values(selected, all_hosts, values, dry=options.dry, label="set")
     print_edits(options, edits, [host.name for host in selected])
     return 0
@@ -106,6 +107,7 @@ def write_values(
             if _lookup(host.loaded.data, key) == value:
                 continue
             file = _file_to_edit(host.loaded, key, all_hosts, selected_names)
+            key = next((n for n in names_of(key) if _lookup(_read(file), n) is not _MISSING), key)
             edit = edits.get((file, key))
             names = (*edit.hosts, host.name) if edit else (host.name,)
             old = _lookup(_read(file), key)
@@ -154,7 +156,7 @@ def _file_to_edit(
     """Return the file that sets the key, or the host's own file if other hosts share that file."""
     files = host_file, group_file, common_file = _settings_files(host)
     section, _, _ = key.partition(".")
-    candidates = itertools.product((key, section), files)
+    candidates = itertools.product((*names_of(key), section), files)
     matches = (file for name, file in candidates if _lookup(_read(file), name) is not _MISSING)
     file = next(matches, common_file if common_file.exists() else group_file)
     is_shared = any(
@@ -199,8 +201,7 @@ def _write(file: Path, values: Mapping[str, str], root: Path, *, dry: bool) -> N
         keys = " and ".join(f"{key}: {value}" for key, value in values.items())
         raise SparkError.single(str(file), "cannot edit this file", f"add to the file: {keys}")
     if not dry:
-        mode = file.stat().st_mode & 0o777 if file.exists() else 0o644
-        files.write_text(file, changed, mode)
+        files.write_text(file, changed, file.stat().st_mode & 0o777 if file.exists() else 0o644)
 
 
 def set_keys(text: str, values: Mapping[str, str]) -> str | None:
@@ -240,7 +241,7 @@ def _set_key(text: str, parts: list[str], value: str) -> str:
     for part in reversed(inner):
         value = f"{{{part}: {value}}}"
     line_end = "\r\n" if "\r\n" in text else "\n"
-    if node is not None and node.flow_style:
+    if isinstance(node, yaml.CollectionNode) and node.flow_style:
         start = node.start_mark.index + 1
         return f"{text[:start]}{key}: {value}{', ' * bool(node.value)}{text[start:]}"
     indent = "" if node is root else " " * node.start_mark.column
@@ -296,8 +297,7 @@ def _changed_values(options: Options, key: str, defaults: Mapping[str, Any]) -> 
         return
     for file in sorted(root.glob("*_vars/*.yml")):
         label = file.relative_to(root).as_posix()
-        data, _ = read_mapping(file, label=label)
-        for name, value in _leaves(data):
+        for name, value in _leaves(read_mapping(file, label=label)[0]):
             if key in name and (name not in defaults or value != defaults[name]):
                 yield f"# yours: {name}: {_to_yaml(value)} ({label})"
 

@@ -256,6 +256,18 @@ VLLM_NAMES = {
     "gpu_memory_utilization": "memory_fraction",
     "num_speculative_tokens": "drafts",
 }
+
+
+def names_of(key: str) -> list[str]:
+    """Return the names of a setting as dotted keys: ours, then vLLM's if it has one."""
+    section, dot, name = key.rpartition(".")
+    if section.rpartition(".")[2] != "engine":
+        return [key]
+    name = VLLM_NAMES.get(name, name)
+    names = [name, *(alias for alias, ours in VLLM_NAMES.items() if ours == name)]
+    return [f"{section}{dot}{name}" for name in names]
+
+
 OPTION_NAMES = text_schema(
     "^[a-z][a-z0-9_-]*$", "an option's name without leading dashes", "max-log-len"
 )

@@ -73,6 +73,7 @@ def test_use_writes_nothing_in_a_dry_run_or_without_a_change(site, capsys):
         ("{model: qwen3.5-35b, profile: v2}\n", "{model: qwen3.5-35b, profile: agent}\n"),
         ("model: qwen3.5-35b\nprofile:\n  'v2'\n", "model: qwen3.5-35b\nprofile:\n  agent\n"),
         ("# none\n", "# none\nprofile: agent\n"),
+        ("---\n# none\n", "---\n# none\nprofile: agent\n"),
         ("# none\n\n\n", "# none\n\n\nprofile: agent\n"),
         ("", "profile: agent\n"),
     ],
@@ -84,7 +85,9 @@ def test_use_edits_every_yaml_style_in_place(site, before, after):
     assert (site / "group_vars/all.yml").read_text() == after
 
 
-@pytest.mark.parametrize("text", ["model: &m v2\nprofile: *m\n", "--- {}\n--- {profile: v2}\n"])
+@pytest.mark.parametrize(
+    "text", ["model: &m v2\nprofile: *m\n", "--- {}\n--- {profile: v2}\n", "null\n"]
+)
 def test_use_rejects_values_that_it_cannot_edit_in_place(text):
     assert set_keys(text, {"profile": "agent"}) is None
 
@@ -239,6 +242,17 @@ def test_set_rejects_invalid_values_without_writing(site, capsys, words):
     assert "fix: " in capsys.readouterr().err
     assert (site / "group_vars/all.yml").read_text() == ALL
     assert not (site / "host_vars").exists()
+
+
+@pytest.mark.parametrize("old", ["max_sequences", "max_num_seqs"])
+@pytest.mark.parametrize("new", ["max_sequences", "max_num_seqs"])
+def test_set_replaces_an_engine_setting_under_either_of_its_names(site, capsys, old, new):
+    (site / "group_vars/all.yml").write_text(f"{ALL}engine: {{{old}: 3}}\n")
+    assert main(["set", f"engine.{new}=2"]) == 0
+    assert (site / "group_vars/all.yml").read_text() == f"{ALL}engine: {{{old}: 2}}\n"
+    capsys.readouterr()
+    assert main(["set", f"engine.{new}=2"]) == 0
+    assert "already set" in capsys.readouterr().err
 
 
 def test_set_writes_replica_hosts_with_their_addresses(tmp_path, monkeypatch, capsys):
