@@ -27,7 +27,8 @@ from spark_host.system import host as system
 from stub_host import REPOSITORY
 from test_gateway_limits import answered, connect, request
 
-ANNA, BOB = (f"sk-{name * 8}-{'x' * 10}"[:46].ljust(46, "y") for name in ("anna", "bob_"))
+NAMES_OF_KEYS = ("anna", "bob_", "carl")
+ANNA, BOB, CARL = (f"sk-{name * 8}-{'x' * 10}"[:46].ljust(46, "y") for name in NAMES_OF_KEYS)
 MODELS, COMPLETIONS = "/v1/models", "/v1/completions"
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 
@@ -188,9 +189,11 @@ def test_limits_requested_output_tokens_per_key(js_host, names):
 
 
 def test_counts_admitted_requests_and_bytes_per_key(js_host):
-    with recording_gateway(js_host, keys=two_keys(max_requests_per_min=2)) as client:
-        for token in (ANNA, ANNA, ANNA, ANNA, BOB, "wrong", client.key):
+    named = two_keys(max_requests_per_min=2) | {"carl": key(CARL, max_body_bytes=5)}
+    with recording_gateway(js_host, keys=named) as client:
+        for token in (ANNA, ANNA, ANNA, ANNA, BOB, "wrong", client.key, CARL):
             client.status(CHAT, QUESTION, key=token)
+        assert [client.status(path, key=BOB) for path in ("/", CHAT)] == [404, 405]
         assert usage(js_host) == {"anna": 3, "bob": 1, "api_key": 1}
         before = keys.read_usage("main", js_host.paths).keys
         assert before["bob"].received_bytes > len(json.dumps(QUESTION))
@@ -260,7 +263,7 @@ def test_balancer_counts_and_limits_a_request_once(js_host):
         assert client.status(CHAT, {"x": "y" * 6000}, key=ANNA, port=port) == 413
         statuses = [client.status(CHAT, QUESTION, key=ANNA, port=port) for _ in range(6)]
         assert statuses == [200] * 4 + [429] * 2
-        assert usage(js_host) == {"anna": 5}
+        assert usage(js_host) == {"anna": 4}
         client.engines["main"].may_answer.clear()
         data = request(MODELS, BOB, method="GET", length=0)
         with connect(client, data, port=port) as first, connect(client, data, port=port) as second:
