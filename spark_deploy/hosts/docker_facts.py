@@ -179,7 +179,7 @@ _FIELDS = {
     "runtime": ".HostConfig.Runtime",
     "requests": ".HostConfig.DeviceRequests",
     "labels": ".Config.Labels",
-    "ports": ".NetworkSettings.Ports",
+    "ports": ".HostConfig.PortBindings",
 }
 # An unset variable prints nothing; the final null keeps the list valid.
 _VISIBLE = (
