@@ -199,6 +199,16 @@ def test_rejects_invalid_config_before_reading_donor_or_shards(workshop, hub, ca
 
 
 @pytest.mark.parametrize(
+    ("key", "value"),
+    [("sym", False), ("bits", 2), ("data_type", "mx_fp"), ("packing_format", "auto_round")],
+)
+def test_rejects_a_base_in_a_format_that_the_plugin_cannot_load(workshop, key, value):
+    workshop.change_base_config(lambda config: config["quantization_config"].update({key: value}))
+    assert f"quantization_config.{key} is {value!r}, expected " in refused(workshop)
+    workshop.build(shared_experts="keep")
+
+
+@pytest.mark.parametrize(
     "choice", [{}, {"shared_experts": "int8-g128", "layout": "full"}, {"head": "int8-g128"}]
 )
 def test_accepts_null_as_module_config(workshop, choice):

@@ -81,7 +81,7 @@ class _Build:
         storage.clear(self.work, keep=frozenset({donor_dir.name}))
         self.progress.start_phase("check-sources")
         config = read_config(plan.base_dir)
-        layouts.check_config(config, str(plan.base_dir / CONFIG_NAME), plan.head)
+        layouts.check_config(config, str(plan.base_dir / CONFIG_NAME), plan)
         sources = check_sources(plan, read_checkpoint(plan.base_dir), config)
         base = sources.base
         hashes = verify.hash_base(plan, rewritten_shards(plan, base), self.progress)
@@ -108,7 +108,7 @@ class _Build:
         """Write the result with a peer's new tensors; all files must match the peer's receipt."""
         plan = self.plan
         config = read_config(plan.base_dir)
-        layouts.check_config(config, str(plan.base_dir / CONFIG_NAME), plan.head)
+        layouts.check_config(config, str(plan.base_dir / CONFIG_NAME), plan)
         base = read_checkpoint(plan.base_dir)
         hashes = verify.hash_base(plan, rewritten_shards(plan, base), self.progress)
         sources, changes = _read_changes(

@@ -3,6 +3,7 @@
 import copy
 import errno
 import os
+import re
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -39,13 +40,35 @@ _REWRITTEN = frozenset({directory.CONFIG_NAME, directory.INDEX_NAME, directory.Q
 _METADATA = {"format": "pt"}
 
 
-def check_config(base: Mapping[str, Any], where: str, head: str) -> None:
+# Regular expressions of the values that the plugin accepts (settings.py).
+_PLUGIN_VALUES = {
+    "sym": "True",
+    "data_type": "int",
+    "bits": "4|8",
+    "packing_format": ".*gptq.*",
+}
+
+
+def _needs_plugin(plan: BuildPlan) -> bool:
+    """Return whether an engine without the plugin would misread the result."""
+    has_int8 = plan.shared_experts == "int8-g128" or plan.head != "keep"
+    # An n-gram table moves from the tensors to its own file, which only the plugin reads.
+    has_table_file = plan.ngram_table != "keep"
+    is_overlay = plan.layout == "overlay"
+    return plan.shared_experts.startswith("fp8") or (is_overlay and has_int8) or has_table_file
+
+
+def check_config(base: Mapping[str, Any], where: str, plan: BuildPlan) -> None:
     quantization = base.get("quantization_config")
     if not isinstance(quantization, dict):
         raise ValidationError(where, "has no quantization_config", "use an INT4 base")
     if "quant_method" not in quantization:
         problem = "has no quant_method in quantization_config"
         raise ValidationError(where, problem, "use an INT4 base")
+    for key, pattern in _PLUGIN_VALUES.items() if _needs_plugin(plan) else ():
+        if key in quantization and not re.fullmatch(pattern, str(quantization[key])):
+            problem = f"quantization_config.{key} is {quantization[key]!r}, expected {pattern}"
+            raise ValidationError(where, problem, "use another INT4 base")
     per_module = quantization.get("extra_config")  # some exporters write null
     if per_module is not None and not isinstance(per_module, dict):
         problem = (
@@ -54,7 +77,7 @@ def check_config(base: Mapping[str, Any], where: str, head: str) -> None:
         )
         raise ValidationError(where, problem, "use another commit of the base, or fix config.json")
     is_tied = any(section.get("tie_word_embeddings") for section in _config_sections(base))
-    if head == "int8-g128" and is_tied:
+    if plan.head == "int8-g128" and is_tied:
         problem = "has tied embeddings, so the head cannot be packed separately"
         raise ValidationError(where, problem, "set head: keep")
 
@@ -70,9 +93,7 @@ def result_config(
     config = copy.deepcopy(dict(base))
     quantization = config["quantization_config"]
     has_fp8 = plan.shared_experts.startswith("fp8")
-    has_int8 = plan.shared_experts == "int8-g128" or plan.head != "keep"
-    # An n-gram table moves from the tensors to its own file, which only the plugin reads.
-    if has_fp8 or (plan.layout == "overlay" and has_int8) or plan.ngram_table != "keep":
+    if _needs_plugin(plan):
         quantization["quant_method"] = PLUGIN_METHOD
     if quantization["quant_method"] == PLUGIN_METHOD:
         fp8_modules = list(modules) if has_fp8 else []

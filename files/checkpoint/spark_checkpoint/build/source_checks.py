@@ -295,7 +295,7 @@ _KINDS = {
 
 def check_sources_by_headers(checkpoint: InspectedCheckpoint, plan: BuildPlan) -> SourceCounts:
     """Check base and donor as a build does, but read only headers."""
-    check_config(checkpoint.config, f"{checkpoint.source}: {CONFIG_NAME}", plan.head)
+    check_config(checkpoint.config, f"{checkpoint.source}: {CONFIG_NAME}", plan)
     shards = {
         name: checkpoint.shards[name] for name in sorted(checkpoint.shards, key=natural_sort_key)
     }
