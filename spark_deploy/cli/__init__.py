@@ -71,11 +71,12 @@ _OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EIO)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; return 0 for success, 1 for a problem, 2 for a usage error."""
     _open_streams()
+    words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        code = _parse_and_run(list(sys.argv[1:] if arguments is None else arguments))
+        code = _parse_and_run(words)
         sys.stdout.flush()
     except OSError as error:
-        return _print_os_error(error)
+        return _print_os_error(error, as_json="--json" in words)
     return code
 
 
@@ -90,7 +91,7 @@ def _open_streams() -> None:
             stream.reconfigure(errors="replace")
 
 
-def _print_os_error(error: OSError) -> int:
+def _print_os_error(error: OSError, *, as_json: bool) -> int:
     """Print an error about a file or the output and return 1; re-raise other errors."""
     where = error.filename
     if where is None and error.errno in _OUTPUT_ERRORS:
@@ -108,6 +109,8 @@ def _print_os_error(error: OSError) -> int:
         if where == "ssh":
             fix = "install the OpenSSH client: apt-get install openssh-client"
         click.echo(f"  fix: {fix}", err=True)
+        if as_json and where != "output":
+            _print_json_errors([{"where": str(where), "what": error.strerror, "fix": fix}])
     return 1
 
 

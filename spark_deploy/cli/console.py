@@ -45,7 +45,7 @@ class Options:
     def choice(self) -> dict[str, str]:
         """Return the values of ``--model`` and ``--profile`` on the command line."""
         values = {"model": self.model, "profile": self.profile}
-        return {name: value for name, value in values.items() if value}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 def shared_options(

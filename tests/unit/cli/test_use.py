@@ -1,3 +1,4 @@
+import errno
 import json
 import shlex
 
@@ -253,6 +254,26 @@ def test_set_replaces_an_engine_setting_under_either_of_its_names(site, capsys, 
     capsys.readouterr()
     assert main(["set", f"engine.{new}=2"]) == 0
     assert "already set" in capsys.readouterr().err
+
+
+def test_failed_write_is_printed_as_json(site, monkeypatch, capsys):
+    def fail(path, *_):
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    monkeypatch.setattr("spark_contract.files.write_text", fail)
+    assert main(["set", "serve.port=8001", "--json"]) == 1
+    [problem] = json.loads(capsys.readouterr().out)["errors"]
+    assert problem == {
+        "where": str(site / "group_vars/all.yml"),
+        "what": "Read-only file system",
+        "fix": "check path and permissions",
+    }
+
+
+@pytest.mark.parametrize("option", ["--model", "--profile"])
+def test_empty_choice_is_rejected(site, capsys, option):
+    assert main(["plan", "--estimate", option, ""]) == 1
+    assert f"{option}: " in capsys.readouterr().err
 
 
 def test_set_writes_replica_hosts_with_their_addresses(tmp_path, monkeypatch, capsys):
