@@ -212,6 +212,8 @@ def parse_reference(text: str) -> Reference:
     is_host = slash and ("." in host or ":" in host or host == "localhost")
     if not is_host:
         host, path = DOCKER_HUB, host_and_path
+    if host in ("docker.io", "index.docker.io"):
+        host = DOCKER_HUB
     name, _, tag = path.partition(":")
     if host == DOCKER_HUB and "/" not in name:
         name = f"library/{name}"

@@ -237,6 +237,8 @@ def test_suggests_supported_engine_versions(settings, server, tmp_path):
     [
         ("vllm/vllm-openai:v1", "registry-1.docker.io", "vllm/vllm-openai", "v1"),
         ("ubuntu", "registry-1.docker.io", "library/ubuntu", "latest"),
+        ("docker.io/vllm/vllm-openai:v1", "registry-1.docker.io", "vllm/vllm-openai", "v1"),
+        ("index.docker.io/ubuntu", "registry-1.docker.io", "library/ubuntu", "latest"),
         ("10.0.0.1:5000/a/b:c", "10.0.0.1:5000", "a/b", "c"),
         ("localhost/a", "localhost", "a", "latest"),
         ("ghcr.io/a/b@sha256:0", "ghcr.io", "a/b", "sha256:0"),
