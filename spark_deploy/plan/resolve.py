@@ -65,10 +65,11 @@ def with_drafts(profile: Profile, tokens: int) -> Profile:
     if not tokens:
         return replace(profile, speculation=None)
     drafts = profile.speculation or Speculation(method="mtp", tokens=tokens)
+    schedule = drafts.num_speculative_tokens_per_batch_size if tokens <= drafts.tokens else None
     floor = profile.check.acceptance_floor or _ACCEPTANCE_FLOOR
     return replace(
         profile,
-        speculation=replace(drafts, tokens=tokens),
+        speculation=replace(drafts, tokens=tokens, num_speculative_tokens_per_batch_size=schedule),
         check=replace(profile.check, acceptance_floor=floor),
     )
 

@@ -17,7 +17,7 @@ from spark_deploy.config.settings.host import ClusterSettings
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.plan.jobs import keep_list, plan_jobs
 from spark_deploy.plan.peers import Member, shared_trees, with_peers
-from spark_deploy.plan.resolve import plan_problems
+from spark_deploy.plan.resolve import effective_profile, plan_problems
 from spark_deploy.plan.speed import compute_speed
 from tests.unit.planning.plans import CATALOG, FIXTURE, plan_of, problems, shipped_catalog
 
@@ -142,6 +142,17 @@ def test_profile_drafts_from_all_tokens_where_its_draft_vocabulary_cannot_be_use
     engine = dataclasses.replace(settings.engine, draft_vocabulary_tokens=32768)
     [problem] = plan_problems(dataclasses.replace(settings, engine=engine), SHIPPED)
     assert "guard rail draft-vocabulary" in problem.what
+
+
+@pytest.mark.parametrize(
+    ("engine", "drafts"),
+    [({"drafts": 1}, (1, 1)), ({"drafts": 2}, (2, 1)), ({"drafts": 3}, (3, 3)),
+     ({"drafts": 3, "num_speculative_tokens_per_batch_size": ((1, 2, 3), (3, 4, 2))}, (3, 2))],
+)  # fmt: skip
+def test_more_drafts_than_in_the_profile_are_not_limited_by_its_schedule(engine, drafts):
+    settings = Settings(profile="v3", engine=EngineSettings(**engine))
+    speculation = effective_profile(PROFILES["v3"], settings).speculation
+    assert (speculation.draft_tokens(1), speculation.draft_tokens(4)) == drafts
 
 
 @pytest.mark.parametrize("hosts", [(), ("a", "b")])
