@@ -52,8 +52,7 @@ from spark_checkpoint.tensor_sets import MTP_PREFIX, WEIGHT, check_quantized_nam
 OUTPUT_DIR, RESUME, JOB, SCRIPT = "made", "resume", "order.json", "autoround_job.py"
 DONE = "done.json"  # written last: names the result's directory in OUTPUT_DIR, and versions
 RESUMABLE = frozenset({OUTPUT_DIR, RESUME, DONE})
-_POLL_S = 2.0
-_STOP_TIMEOUT_S = 20
+_POLL_S, _STOP_TIMEOUT_S = 2.0, 20
 QWEIGHT = ".qweight"
 _MAX_COMPARED = 512  # number of packed modules to compare, evenly spaced
 _EXPERT = re.compile(r"^(?P<layer>.+\.experts)\.(?P<expert>\d+)\.(?P<part>gate|up|down)_proj$")
@@ -157,7 +156,7 @@ def _run_autoround(plan: RequantizePlan, work: Path, progress: Progress) -> None
     if not any(output.glob("**/model-shard-*")):
         for directory in (OUTPUT_DIR, RESUME):
             shutil.rmtree(work / directory, ignore_errors=True)
-    _check_prerequisites(plan, work)
+    check_prerequisites(plan, work)
     output.mkdir(exist_ok=True)
     (work / RESUME).mkdir(exist_ok=True)
     drafter = [
@@ -187,12 +186,13 @@ def _run_autoround(plan: RequantizePlan, work: Path, progress: Progress) -> None
         raise
 
 
-def _check_prerequisites(plan: RequantizePlan, work: Path) -> None:
+def check_prerequisites(plan: RequantizePlan, work: Path) -> None:
     fix = "run `spark-deploy add --requantize` for this host"
     for path, content in ((plan.packages, "AutoRound"), (plan.calibration, "calibration text")):
         if not os.path.exists(path):
             raise ValidationError(path, f"{content} is missing", fix)
-    storage.check_free_space(work.parent, plan.work_bytes, f"quantizing {plan.name}")
+    unwritten_bytes = plan.work_bytes - sum(p.stat().st_blocks * 512 for p in work.rglob("*"))
+    storage.check_free_space(work.parent, unwritten_bytes, f"quantizing {plan.name}")
     match = re.search(r"^MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text(), re.MULTILINE)
     if match and (available := int(match[1]) * 1024) < plan.memory_bytes:
         problem = f"needs {plan.memory_bytes} bytes of memory, but only {available} are available"

@@ -20,8 +20,15 @@ from builder_trees import run_tool
 from spark_checkpoint import ValidationError, autoround_job
 from spark_checkpoint.directory import read_checkpoint
 from spark_checkpoint.headers import Header, Tensor
-from spark_checkpoint.requantize import check_packable, packed_modules, skip_reason
-from spark_contract.fetching import partial_tree
+from spark_checkpoint.requantize import (
+    check_packable,
+    check_prerequisites,
+    packed_modules,
+    skip_reason,
+)
+from spark_contract.builder_api import RequantizePlan
+from spark_contract.documents import parse
+from spark_contract.fetching import partial_dir, partial_tree
 
 from lab.model import original, repository, rounding, vocabulary
 from lab.model.safetensors import Tensors, write_model
@@ -273,6 +280,19 @@ def test_requantize_splits_and_packs_fused_experts(bench):
 def test_requantize_checks_prerequisites_before_starting_the_container(bench, changes, problem):
     assert problem in bench.refused(**changes)
     assert not any(line.startswith("run ") for line in bench.calls())
+
+
+def test_resumed_quantization_requires_space_only_for_the_rest_of_the_result(bench, monkeypatch):
+    shard = "$work/made/tree/model-shard-0001"
+    bench.set_docker_script(f"mkdir $work/made/tree; head -c 3000000 /dev/zero > {shard}; exit 1")
+    assert bench.run(work_bytes=10_000_000).returncode == 4
+    order = parse(RequantizePlan, (bench.root / "requantize.json").read_text())
+    free = SimpleNamespace(f_bavail=8_000_000, f_frsize=1)
+    monkeypatch.setattr(os, "statvfs", lambda path: free)
+    check_prerequisites(order, partial_dir(bench.out))
+    free.f_bavail = 7_000_000
+    with pytest.raises(ValidationError, match="only 7000000 are free"):
+        check_prerequisites(order, partial_dir(bench.out))
 
 
 def test_rejects_quantized_original(bench):
