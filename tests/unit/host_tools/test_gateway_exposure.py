@@ -7,7 +7,7 @@ import pytest
 from gateway_client import CHAT, OWN_KEY, QUESTION
 from simulated_host import Killed
 from spark_contract.tool import HostToolError
-from spark_host.gateway import gateway, listeners
+from spark_host.gateway import gateway, listeners, nginx
 from stub_host import write_certificate, write_program
 
 
@@ -67,6 +67,11 @@ def test_changing_the_exposure_does_not_interrupt_in_flight_responses(client):
     assert answer.read().rstrip().endswith(b"data: [DONE]")
     assert client.process.pid == pid
     assert client.process.poll() is None
+
+
+def test_reload_sets_no_time_limit_for_running_responses(host):
+    # 262,144 tokens can take more than an hour.
+    assert "worker_shutdown_timeout" not in nginx.render_config(host.gateway(), host.paths)
 
 
 def test_lan_uses_tls_and_loopback_does_not(client):
