@@ -191,7 +191,7 @@ def check_prerequisites(plan: RequantizePlan, work: Path) -> None:
     for path, content in ((plan.packages, "AutoRound"), (plan.calibration, "calibration text")):
         if not os.path.exists(path):
             raise ValidationError(path, f"{content} is missing", fix)
-    unwritten_bytes = plan.work_bytes - sum(p.stat().st_blocks * 512 for p in work.rglob("*"))
+    unwritten_bytes = plan.work_bytes - storage.used_bytes(work)
     storage.check_free_space(work.parent, unwritten_bytes, f"quantizing {plan.name}")
     match = re.search(r"^MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text(), re.MULTILINE)
     if match and (available := int(match[1]) * 1024) < plan.memory_bytes:

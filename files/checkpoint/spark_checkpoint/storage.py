@@ -243,6 +243,11 @@ def check_free_space(directory: Path, needed_bytes: int, purpose: str) -> None:
         raise ValidationError(str(directory), problem, fix)
 
 
+def used_bytes(directory: Path) -> int:
+    """Return the disk space of a directory's files; 0 if it is missing."""
+    return sum(path.lstat().st_blocks * 512 for path in directory.rglob("*"))
+
+
 def describe_free_space(path: Path) -> str:
     mount = path.absolute()
     while not mount.is_mount() and mount != mount.parent:

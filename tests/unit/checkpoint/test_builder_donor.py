@@ -9,8 +9,13 @@ from builder_trees import DONOR_COMMIT, DONOR_SHAPES, run_tool, tree_tensors
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
+from spark_checkpoint import storage
+from spark_checkpoint.build.build import build
 from spark_checkpoint.headers import read_header
+from spark_checkpoint.progress import Progress
 from spark_checkpoint.sources.donor import NamedRange, merge_ranges
+from spark_contract.builder_api import BuildPlan
+from spark_contract.documents import parse
 
 DONOR = f"lab/tiny-fp8/resolve/{DONOR_COMMIT}"
 
@@ -264,6 +269,24 @@ def test_next_run_reuses_ranges_downloaded_before_failure(hub, build_remote):
     build_remote(parallel=1)
     assert staged
     assert not staged & set(requested)
+
+
+def test_next_run_requires_no_space_for_ranges_that_it_reuses(
+    workshop, hub, build_remote, monkeypatch
+):
+    hub.fault = lambda handler, path, data: (
+        reads_weights(handler, path) and "model-00002" in path and not handler.answer(404, b"gone")
+    )
+    assert build_remote(check=False, parallel=1).returncode == 4
+    hub.fault = None
+    [donor] = workshop.out.parent.glob(".*/donor-*")
+    staged = sum(path.stat().st_blocks * 512 for path in donor.iterdir())
+    required = []
+    monkeypatch.setattr(storage, "check_free_space", lambda path, size, _: required.append(size))
+    for _ in range(2):
+        build(parse(BuildPlan, (workshop.root / "plan.json").read_text()), Progress(quiet=True))
+        shutil.rmtree(workshop.out)
+    assert required[1] - required[0] == staged > 0
 
 
 def test_next_run_downloads_damaged_weights_again(workshop, hub, build_remote):

@@ -86,7 +86,7 @@ class _Build:
         base = sources.base
         hashes = verify.hash_base(plan, rewritten_shards(plan, base), self.progress)
         required = required_donor_tensors(plan, sources)
-        peak = peak_bytes(plan, base, required, sources.mtp_missing)
+        peak = peak_bytes(plan, base, required, sources.mtp_missing) - storage.used_bytes(donor_dir)
         storage.check_free_space(plan.out_dir.parent, peak, f"building {plan.name}")
         spans, donor_sha256 = self._stage_donor(sources, required, donor_dir)
         try:
