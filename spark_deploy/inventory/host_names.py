@@ -87,6 +87,17 @@ def host_problems(groups: Mapping[str, Any], *, file: str) -> Iterator[Problem]:
                 message = f"is in the groups {group_by_host[host]} and {group}"
                 yield Problem(f"{where}: {host}", message, "list each host in only one group")
             group_by_host[host] = group
+    yield from _ambiguous_names(group_by_host, file)
+
+
+def _ambiguous_names(group_by_host: Mapping[str, str], file: str) -> Iterator[Problem]:
+    """Yield hosts whose name, in a command, would select a whole group."""
+    for host in group_by_host:
+        of_all = host in ("all", Path(file).stem)
+        selected = (name for name, group in group_by_host.items() if of_all or group == host)
+        if others := [name for name in selected if name != host]:
+            message = f"would also select {', '.join(others)}, because a group has this name"
+            yield Problem(f"{Path(file).name}: {host}", message, "rename the host")
 
 
 def _name_problem(where: str, host: str) -> Problem | None:
