@@ -2,8 +2,8 @@
 
 import ipaddress
 import itertools
-import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -173,8 +173,10 @@ class SshSettings:
 
     def violations(self) -> Iterator[Violation]:
         for key in ("key_file", "known_hosts_file"):
-            path = os.path.expanduser(getattr(self, key) or "")
-            if path.startswith("~"):
+            path = getattr(self, key) or ""
+            try:
+                Path(path).expanduser()
+            except RuntimeError:
                 user = path[1:].partition("/")[0] or "the owner of this process"
                 message = f"{user} is not a user of this machine"
                 yield Violation((key,), message, "write an absolute path")
