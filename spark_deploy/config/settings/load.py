@@ -247,6 +247,8 @@ def _with_local_files(settings: Settings, root: Path) -> Settings:
         engine = _with_vocabulary_text(engine, root)
     requantize: Any = _with_calibration(settings.requantize, root)
     results: dict[KeyPath, Any] = {("engine",): engine, ("requantize",): requantize}
+    for key in ("key_file", "known_hosts_file"):
+        results["ssh", key] = _check_user(getattr(settings.ssh, key) or "")
     for name, service in settings.services.items():
         results["services", name, "engine"] = _with_template(service.engine, root)
     invalid = [
@@ -261,6 +263,13 @@ def _with_local_files(settings: Settings, root: Path) -> Settings:
         for name, service in settings.services.items()
     }
     return dataclasses.replace(settings, engine=engine, requantize=requantize, services=services)
+
+
+def _check_user(path: str) -> Violation | None:
+    if not os.path.expanduser(path).startswith("~"):
+        return None
+    user = path[1:].partition("/")[0] or "the owner of this process"
+    return Violation((), f"{user} is not a user of this machine", "write an absolute path")
 
 
 _Engine = TypeVar("_Engine", bound=ServiceEngineSettings)
