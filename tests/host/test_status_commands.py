@@ -69,12 +69,12 @@ def test_commands_printed_by_connect_reach_the_server(fleet):
     text = printed.stdout
     assert row(text, "base URL").startswith("http://127.0.0.1:8000/v1 ")
     assert row(text, "model") == guest.names()[0]
-    key = subprocess.check_output(row(text, "read it"), shell=True, text=True).strip()
+    key = subprocess.check_output(row(text, "read key"), shell=True, text=True).strip()
     assert key == guest.key()
     assert key not in text
 
     tunnel: subprocess.Popen[bytes] = subprocess.Popen(
-        ["bash", "-c", "exec " + row(text, "from here")], stdin=subprocess.DEVNULL
+        ["bash", "-c", "exec " + row(text, "tunnel")], stdin=subprocess.DEVNULL
     )
     try:
         wait_for_port(8000)
@@ -88,7 +88,7 @@ def test_commands_printed_by_connect_reach_the_server(fleet):
 
 
 def test_tunnel_fails_if_the_local_port_is_taken(fleet):
-    command = row(fleet.site.cli("connect", "--limit", FIRST).stdout, "from here")
+    command = row(fleet.site.cli("connect", "--limit", FIRST).stdout, "tunnel")
     with socket.create_server(("127.0.0.1", 8000)):
         result = subprocess.run(
             ["bash", "-c", command], capture_output=True, text=True, timeout=30, check=False,
