@@ -48,6 +48,7 @@ from spark_deploy.config.settings.types import Settings
 from spark_deploy.hosts.certificates import ca_path
 from spark_deploy.hosts.gateway import TailnetAddress
 from spark_deploy.inventory.connections import ssh_reason
+from spark_deploy.inventory.host_keys import CONNECT_TIMEOUT_S
 from spark_deploy.inventory.plans import read_inventory
 from spark_deploy.plan.gateway import CONTAINER_NAME, LOOPBACK, base_urls, gateway_plan, url
 from spark_deploy.plan.kv_cache import context_tokens
@@ -236,12 +237,14 @@ def open_endpoint(target: Target, service: str | None) -> Iterator[Endpoint]:
 
 def make_login(host: Target) -> Login:
     local = host.name.startswith("@")
-    return Login(host.name, () if local else tuple(ssh_command(host)), bool(host.data["_sudo"]))
+    # Without it, ssh waits forever for a host that accepts connections but does not answer.
+    argv = () if local else ssh_command(host, "-o", f"ConnectTimeout={CONNECT_TIMEOUT_S:.0f}")
+    return Login(host.name, tuple(argv), bool(host.data["_sudo"]))
 
 
-def ssh_command(host: Target) -> list[str]:
+def ssh_command(host: Target, *options: str) -> list[str]:
     data = host.data
-    argv = ["ssh"]
+    argv = ["ssh", *options]
     for flag, key in (("-F", "ssh_config_file"), ("-i", "ssh_key"), ("-p", "ssh_port")):
         if data.get(key) not in (None, _DEFAULT_SSH_PORT):
             argv += [flag, str(data[key])]

@@ -30,6 +30,7 @@ _UNKNOWN_KEY = "its host key is not in known_hosts, or differs from the recorded
 _NETWORK_ERRORS = (
     re.compile(r"ssh: connect to host (?P<host>\S+) port (?P<port>\d+): (?P<reason>.+)"),
     re.compile(r"ssh: Could not resolve hostname (?P<host>\S+)(?P<port>): (?P<reason>.+)"),
+    re.compile(r"Connection to (?P<host>\S+) port (?P<port>\d+) (?P<reason>timed out)"),
 )
 _REJECTION_ERRORS = (
     (re.compile(r"\S+: Permission denied \("), _REJECTED),

@@ -1,5 +1,7 @@
 import io
 import json
+import shutil
+import socket
 import sys
 from types import SimpleNamespace
 
@@ -20,7 +22,9 @@ def ssh(monkeypatch, tmp_path):
         monkeypatch.setattr(live, "select_hosts", lambda options, must_serve: hosts)
         monkeypatch.setattr(live, "selected_services", lambda host, service: service or ["main"])
         monkeypatch.setattr(
-            connect, "ssh_command", lambda host: [sys.executable, str(tmp_path / host.name)]
+            connect,
+            "ssh_command",
+            lambda host, *options: [sys.executable, str(tmp_path / host.name)],
         )
 
     return install
@@ -53,6 +57,21 @@ def test_host_logs_are_merged_by_time_and_failures_are_reported(ssh, capsys, rea
     texts = [json.loads(line)["text"] for line in captured.out.splitlines()]
     assert (code, texts) == (0 if readable else 1, ["a1", "b2", "b3", "a4"])
     assert captured.err.startswith("" if readable else "c: journal unreadable")
+
+
+@pytest.mark.skipif(not shutil.which("ssh"), reason="needs ssh")
+def test_logs_do_not_wait_forever_for_a_host_that_accepts_connections_but_does_not_answer(
+    monkeypatch, capsys
+):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        data = {"_sudo": False, "ssh_hostname": "127.0.0.1", "ssh_port": port}
+        hosts = [SimpleNamespace(name="a", data=data)]
+        monkeypatch.setattr(live, "select_hosts", lambda options, must_serve: hosts)
+        monkeypatch.setattr(connect, "CONNECT_TIMEOUT_S", 1)
+        assert live.logs.callback.__wrapped__(Options(), lines=9, follow=False) == 1
+    cause = f"a: unreachable: [127.0.0.1]:{port}: timed out"
+    assert capsys.readouterr().err.startswith(cause)
 
 
 def sample(at, tokens, drafted=0, accepted=0):
