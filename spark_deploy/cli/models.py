@@ -71,6 +71,7 @@ def models(options: Options, search: Sequence[str], shows_all: bool) -> int:
         for model in catalog.models.values()
         if (shows_all or not model.name.startswith("lab-")) and _matches(model, search)
     ]
+    listed = [model for model in listed if [model.name] == list(search)] or listed
     if not listed:
         fix = suggest(" ".join(search), catalog.models, "run `spark-deploy models` to list all")
         where = f"models {' '.join(search)}"

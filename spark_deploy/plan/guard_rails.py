@@ -277,11 +277,10 @@ def _limit_problems(model: Model, profile: Profile) -> Iterator[Problem]:
     table = None if isinstance(model, PlainModel) else model.architecture.ngram_table
     if (table is None) != (profile.ngram_table is None):
         message = f"{model.name} has an n-gram table, but the profile does not set ngram_table"
-        fix = "choose a profile with ngram_table"
+        fix = f"choose a profile that `spark-deploy models {model.name}` lists"
         if table is None:
             setting = f"ngram_table: {profile.ngram_table}"
             message = f"{model.name} has no n-gram table, but the profile sets {setting}"
-            fix = "choose a profile without ngram_table"
         yield Problem(f"profile {profile.name}", message, fix)
     limits = profile.limits
     if limits.max_sequences > limits.max_batched_tokens:

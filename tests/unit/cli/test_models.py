@@ -52,6 +52,7 @@ def test_models_command_lists_models_matching_a_word_and_rejects_a_typo(
     monkeypatch.chdir(tmp_path)
     assert set(listed(capsys, "qwen3", "small")) == {"qwen3-30b-a3b", "qwen3-4b"}
     assert set(listed(capsys, "embed")) == {"jina-embeddings-v5-small"}
+    assert set(listed(capsys, "qwen3.8-flash-next")) == {"qwen3.8-flash-next"}  # a prefix of others
     assert main(["models", "qwen3.5-122c"]) == 1
     assert "qwen3.5-122b" in capsys.readouterr().err
 
