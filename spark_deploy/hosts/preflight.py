@@ -114,7 +114,7 @@ def _health_findings(plan: PreflightPlan, survey: Survey) -> Iterator[Finding]:
     if not survey.sudo_works:
         message = f"{survey.user} cannot become root without a password"
         yield error("sudo", message, "run `pyinfra INVENTORY deploys/bootstrap.py` once")
-    # Without root we cannot ask docker, so its silence says nothing.
+    # Without root, docker never responds, so a missing response is no finding.
     if survey.docker_silent == "active" and survey.sudo_works:
         message = "docker is running but does not respond, so its containers cannot be checked"
         fix = "check `journalctl -u docker` on the host; restart docker if needed"

@@ -39,12 +39,7 @@ _MAX_CLOCK_ERROR_S = 3_600
 
 def inspect_host(host: Host) -> DailyReport:
     releases = [r for name in host.disk.release_names(host.paths) if (r := host.release(name))]
-    running: list[Release] = []
-
-    def find_running() -> Iterator[Problem]:
-        running.extend(r for r in releases if host.units.is_active(r.serve_unit))
-        yield from ()
-
+    running, unknown = _find_running(releases, host)
     last = host.disk.read(DailyReport, host.paths.daily) or DailyReport("", ())
     trees = chain.from_iterable(_checkpoints_needed_at_boot(releases, host).values())
     damaged, position = last.damaged_parts, last.next_part
@@ -56,7 +51,7 @@ def inspect_host(host: Host) -> DailyReport:
         yield from problems.values()
 
     problems = _collect(
-        find_running(),
+        iter(unknown),
         _stopped_units(running, host),
         _certificates(running, host.paths),
         _journal(host.paths),
@@ -68,6 +63,14 @@ def inspect_host(host: Host) -> DailyReport:
         hash_checkpoints(),
     )
     return DailyReport(host.clock.now(), tuple(problems), position, damaged)
+
+
+def _find_running(releases: list[Release], host: Host) -> tuple[list[Release], list[Problem]]:
+    """Return the running releases, or none and why they are unknown."""
+    try:
+        return [r for r in releases if host.units.is_active(r.serve_unit)], []
+    except HostToolError as error:
+        return [], [Problem(error.where, error.what, error.fix)]
 
 
 def _collect(*inspections: Iterator[Problem]) -> Iterator[Problem]:
