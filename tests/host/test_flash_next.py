@@ -13,7 +13,8 @@ def test_deploy_switches_from_v2_to_flash_next_and_rolls_back(fleet):
     only, before = ("--limit", guest.name), guest.release()
 
     fleet.site.choose(**FLASH)
-    fleet.site.deploy(*only).assert_succeeded()
+    done = fleet.site.cli("up", "-y", *only)
+    assert done.returncode == 0, done.stderr
 
     after = guest.release()
     assert after != before
