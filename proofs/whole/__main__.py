@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from proofs import stages
-from proofs.engine.run import run_cases
+from proofs.engine.run import run_cases, visible_devices
 from proofs.judges.answers import attempt, judge_engines, row
 from proofs.result_files import describe_engines, print_rows, write_result
 from proofs.trees.build import names_of
@@ -110,7 +110,8 @@ def prove_in(work: Path, out: Path) -> list[Row]:
     cases = [case_of(engine) for engine in engines]
     results = run_cases(
         cases, work, work / "engines",
-        at_once=1, limit_s=ENGINE_LIMIT_S, module="proofs.whole.engine", resume=True,
+        at_once=len(visible_devices()),  # each has memory for one of these engines
+        limit_s=ENGINE_LIMIT_S, module="proofs.whole.engine", resume=True,
     )  # fmt: skip
     for name, result in results.items():
         log = (work / "engines" / f"{name}.log").read_text(errors="replace")
