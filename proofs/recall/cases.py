@@ -186,7 +186,7 @@ MANY, FEWER = 4000, 400
 
 def sampling_cases() -> list[dict[str, Any]]:
     def sampled(name: str, sequences: int, drafts: Any = None, **more: Any) -> dict[str, Any]:
-        options = {**ROOM, **graphs(FULL), "max_num_seqs": sequences}
+        options = {**ROOM, **graphs(FULL), "max_num_seqs": sequences, **more.pop("states", {})}
         if drafts is not None:
             speculation = {**mtp(2)["speculative_config"], **drafts}
             options["speculative_config"] = speculation
@@ -211,6 +211,14 @@ def sampling_cases() -> list[dict[str, Any]]:
             draft_vocabulary_seed=SHUFFLED,
         ),
         sampled("sampling-v3-wide", 64, unscheduled, **wide),
+        sampled("sampling-bf16-states-none", 64, states=BF16_STATES, **wide),
+        sampled(
+            "sampling-bf16-states-v3-vocabulary",
+            2,
+            V3_DRAFTS,
+            states=BF16_STATES,
+            additional=HALF_VOCABULARY,
+        ),
         sampled("sampling-damage-cooler", 64, cooler=0.9, **wide),
         sampled("sampling-damage-accept", 64, ACCEPT_ALMOST_ALL),
     ]

@@ -344,9 +344,9 @@ def judge_drafts(results: Results, reference: dict[str, Any]) -> list[Row]:
 
 def judge_sampling(results: Results, reference: dict[str, Any]) -> list[Row]:
     """Judge greedy answers and the distribution of sampled answers; acceptance is shown."""
-    plain = results["sampling-none"]
     rows = []
     for name, result in results.items():
+        plain = results[_without_drafts(name)]
         if not (result.get("samples") and plain.get("samples")):
             rows.append(failed_start(name, result))
             continue
@@ -357,21 +357,30 @@ def judge_sampling(results: Results, reference: dict[str, Any]) -> list[Row]:
             rows.append(sampling.judge_samples(name, result, plain, damaged=damaged))
             if not damaged:
                 rows.append(_greedy_row(results, name))
+        elif result is not results["sampling-none"]:
+            claim = f"{name}: sampled answers, compared with FP32 states"
+            compared = sampling.judge_samples(name, result, results["sampling-none"], damaged=False)
+            rows.append({**compared, "claim": claim, "passed": None})
         if result["accepted_at"][sampling.GREEDY]["acceptance"] is not None:
             claim = f"{name}: acceptance by temperature"
             rows.append(row(claim, None, [name], **result["accepted_at"]))
     return rows
 
 
+def _without_drafts(name: str) -> str:
+    return "sampling-bf16-states-none" if "bf16-states" in name else "sampling-none"
+
+
 def _greedy_row(results: Results, name: str) -> Row:
-    answers, plain = answers_of(results, name), answers_of(results, "sampling-none")
+    reference = _without_drafts(name)
+    answers, plain = answers_of(results, name), answers_of(results, reference)
     passed = bool(answers) and tokens_of(answers) == tokens_of(plain)
     if "vocabulary" in name:  # drafts with wrong ids would almost never be accepted
         passed &= (acceptance(results[name]) or 0) > LOST
     return row(
         f"{name}: every greedy answer as without drafts",
         passed,
-        [name, "sampling-none"],
+        [name, reference],
         answers=len(answers),
         acceptance=acceptance(results[name]),
         acceptance_by_place=acceptance_by_place(results[name]),
