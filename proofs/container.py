@@ -73,7 +73,7 @@ def from_release(release: Release, checkpoint: Path, root: Path) -> tuple[Contai
     files.write_text(paths.gpu_receipt, to_json(GpuProof({}, ("--gpus=all",), "")))
     engine_container.write_environment(release, paths)
     owner = mock.Mock(pw_uid=user, pw_gid=user)
-    with mock.patch.object(engine_container.pwd, "getpwnam", return_value=owner):
+    with mock.patch.object(pwd, "getpwnam", return_value=owner):
         argv = engine_container.docker_argv(release, paths)
     return parse_docker_run(argv), paths.engine_socket(release.service)
 
