@@ -124,11 +124,13 @@ def v3_rows(catalog: Catalog) -> Iterator[str]:
     model = Settings().model
     shape, v2, v3 = _shape(catalog, model), *(catalog.profile(n, model) for n in ("v2", "v3"))
     drafter = replace(v2, drafter=v3.drafter)
+    fp32 = replace(v3, options=v2.options)
     parts = {
         "v2": v2,
         "v2 + INT4 drafter": drafter,
         "v2 + INT4 drafter + our INT8 head": replace(drafter, head=v3.head),
-        "v2 + INT4 drafter + our INT8 head + draft vocabulary (= v3)": v3,
+        "v2 + INT4 drafter + our INT8 head + draft vocabulary": fp32,
+        "v2 + INT4 drafter + our INT8 head + draft vocabulary + BF16 states (= v3)": v3,
     }
     yield from ("| profile | time per step, ms | tokens/s | relative to v2 |", "|---|---|---|---|")
     before = compute_speed(shape, v2).tokens_per_s

@@ -89,7 +89,10 @@ def test_cache_block_sizes_match_running_engines(stage):
             kv_cache=KvCache(dtype=options.get("kv_cache_dtype", "auto")),
             speculation=Speculation(method="mtp", tokens=drafts) if drafts else None,
             prefix_caching=bool(options.get("enable_prefix_caching")),
-            options={"gdn-prefill-backend": prefill},
+            options={
+                "gdn-prefill-backend": prefill,
+                "mamba-ssm-cache-dtype": options.get("mamba_ssm_cache_dtype", "auto"),
+            },
         )
         planned[name] = hybrid_shape(RECALL, profile).block_tokens
     assert planned == {name: run["block_tokens"] for name, run in runs.items()}
