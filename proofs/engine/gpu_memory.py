@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(tempfile.gettempdir()) / "spark-gpu-memory"
-SHARE = 0.85
-"""The rest is for servers and kernels of other tests, which reserve nothing."""
+SHARE = 0.75
+"""The rest is for servers and kernels of other tests, which reserve nothing.
+
+On the first GPU, each parallel test keeps a CUDA context of up to 1 GiB.
+"""
 OVERHEAD_BYTES = 4 << 30  # CUDA context, activations and graphs
 CACHE_BYTES = 1 << 29  # the default of ``proofs.engine.case``
 

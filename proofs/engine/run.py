@@ -3,11 +3,12 @@
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -98,13 +99,17 @@ def _run(
             stack.enter_context(reserve(device, needed_gib(options, trees / case["tree"])))
         log = stack.enter_context((out / f"{case['name']}.log").open("wb"))
         started, late = time.monotonic(), False
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=log, stderr=log, env=environment, start_new_session=True
+        )
         try:
-            subprocess.run(
-                command, cwd=ROOT, stdout=log, stderr=log, env=environment, timeout=limit_s,
-                check=False,
-            )  # fmt: skip
+            process.wait(limit_s)
         except subprocess.TimeoutExpired:
             late = True
+        finally:  # workers of a failed engine would keep GPU memory
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     result = read_result(case, out, late)
     seconds = time.monotonic() - started
     print(f"phase=case name={case['name']} state={result['state']} s={seconds:.0f}", flush=True)

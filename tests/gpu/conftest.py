@@ -4,7 +4,7 @@ import fcntl
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -29,6 +29,15 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         from proofs import stages
 
         stages.merge_rows(Path(kept))
+
+
+@pytest.fixture(autouse=True)
+def free_gpu_memory() -> Iterator[None]:
+    """Return this process's cached memory: engines of parallel tests need it."""
+    yield
+    torch = sys.modules.get("torch")
+    if torch and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 
@@ -133,9 +134,9 @@ def test_engine_waits_until_the_gpu_has_enough_free_memory(monkeypatch, tmp_path
     monkeypatch.setattr(gpu_memory, "memory_gib", lambda _: 10)
     monkeypatch.setattr(gpu_memory.time, "sleep", wait)
     with gpu_memory.reserve("0", 5):
-        with gpu_memory.reserve("0", 3), gpu_memory.reserve("1", 8):
+        with gpu_memory.reserve("0", 2), gpu_memory.reserve("1", 7):
             pass
-        with pytest.raises(TimeoutError), gpu_memory.reserve("0", 4):
+        with pytest.raises(TimeoutError), gpu_memory.reserve("0", 3):
             pass
     with gpu_memory.reserve("0", 100):
         pass
@@ -152,3 +153,20 @@ def test_resumed_run_starts_only_engines_that_have_not_run(monkeypatch, tmp_path
     assert {name: result["state"] for name, result in results.items()} == {
         "ran": "ran", "refused": "died",
     }  # fmt: skip
+
+
+def test_workers_of_a_failed_engine_are_stopped(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "none")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    pid = tmp_path / "pid"
+    (tmp_path / "failing_engine.py").write_text(
+        "import pathlib, subprocess, sys\n"
+        "worker = subprocess.Popen(['sleep', '300'])\n"
+        f"pathlib.Path({str(pid)!r}).write_text(str(worker.pid))\n"
+        "sys.exit(1)\n"
+    )
+    case = {"name": "failing", "tree": "tree", "options": {}}
+    [result] = run_cases([case], tmp_path, tmp_path / "out", module="failing_engine").values()
+    assert result["state"] == "died"
+    status = Path(f"/proc/{pid.read_text()}/stat")
+    assert not status.exists() or status.read_text().split()[2] == "Z"
