@@ -95,13 +95,13 @@ _SEARCHED = (
     "/usr/local/lib/systemd/system",
     _PACKAGED,
 )
-_UNIT = r"spark-(?:daily|gateway|hours|job|prepare|return|serve|share|switch|watch)"
+_UNIT = r"spark-(?:daily|gateway|hours|job|on-request|prepare|return|serve|share|switch|watch)"
 # systemd-escape --path of /run/spark/engines/SERVICE
 _MOUNT = r"run-spark-engines-[^/]+\.mount"
 _UNIT_FILE = re.compile(rf"(?:{_UNIT}(?:@[^/]*)?\.(?:service|timer|target)|{_MOUNT})\Z")
 # Drop-ins of a unit, of its template, of units with the same prefix, and of all units of a type.
 _DROP_IN_DIR = re.compile(
-    rf"(?:(?:(?:{_UNIT}|spark-)(?:@[^/]*)?\.)?(?:service|timer|target)"
+    rf"(?:(?:(?:{_UNIT}|spark-(?:on-)?)(?:@[^/]*)?\.)?(?:service|timer|target)"
     rf"|{_MOUNT}|(?:run-(?:spark-(?:engines-)?)?\.)?mount)\.d\Z"
 )
 _OUR_DROP_IN = re.compile(

@@ -115,6 +115,7 @@ ETC = "/etc/systemd/system"
 OURS = (
     f"{ETC}/spark-serve@.service",
     f"{ETC}/spark-daily.timer",
+    f"{ETC}/spark-on-request.service",
     f"{ETC}/spark-hours@main-0123456789ab.timer",
     f"{ETC}/spark-serve@main-0123456789ab.service.d/50-release.conf",
     f"{ETC}/spark-serve@main-0123456789ab.service.d/50-cluster.conf",
@@ -155,6 +156,8 @@ def write(root, *files):
         f"{ETC}/spark-@main-0123456789ab.service.d/a.conf",
         f"{ETC}/service.d/a.conf",
         f"{ETC}/spark-daily.timer.d/a.conf",
+        f"{ETC}/spark-on-request.service.d/override.conf",
+        f"{ETC}/spark-on-.service.d/a.conf",
         f"{ETC}/run-spark-engines-main.mount.d/x.conf",
         f"{ETC}/run-spark-.mount.d/x.conf",
         f"{ETC}/mount.d/x.conf",
@@ -172,7 +175,14 @@ def test_lists_files_that_override_managed_units(tmp_path, file):
     assert unit_overrides(Paths(tmp_path)) == (file,)
 
 
-@pytest.mark.parametrize("name", ["spark-serve@main-0123456789ab.service", "spark-watch@.service"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "spark-serve@main-0123456789ab.service",
+        "spark-watch@.service",
+        "spark-on-request.service",
+    ],
+)
 def test_lists_masked_units(tmp_path, name):
     write(tmp_path, *(file for file in OURS if not file.endswith(name)))
     (tmp_path / ETC.lstrip("/") / name).symlink_to("/dev/null")
@@ -185,10 +195,10 @@ def test_host_without_managed_units_has_no_overrides(tmp_path):
 
 def test_lists_managed_drop_in_replaced_by_a_link(tmp_path):
     write(tmp_path, *OURS)
-    path = tmp_path / OURS[3].lstrip("/")
+    path = tmp_path / OURS[4].lstrip("/")
     path.unlink()
     path.symlink_to("/dev/null")
-    assert unit_overrides(Paths(tmp_path)) == (OURS[3],)
+    assert unit_overrides(Paths(tmp_path)) == (OURS[4],)
 
 
 @pytest.mark.parametrize("name", ["service.d", "spark-serve@.service.d"])
