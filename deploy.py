@@ -24,7 +24,13 @@ setup.check_host(plan=plan.preflight)
 setup.install_base(plan=plan.base, settings=context_of(host).loaded.settings)
 setup.install_host_tools(identity=plan.payload)
 # These jobs need no container engine and run in parallel with the next steps.
-work.fetch(jobs=jobs, release=release, proxy=plan.proxy, fleet=plan.fleet)
+work.fetch(
+    jobs=jobs,
+    release=release,
+    proxy=plan.proxy,
+    fleet=plan.fleet,
+    used_ports=plan.preflight.ports,
+)
 work.build_checkpoint(jobs=jobs, release=release)
 setup.install_cuda(plan=plan.cuda)
 setup.install_docker(plan=plan.docker, proxy=plan.proxy)

@@ -26,7 +26,13 @@ release = f"{plan.release.service}-requantize"
 
 setup.install_base(plan=plan.base, settings=context_of(host).loaded.settings)
 setup.install_host_tools(identity=plan.payload)
-work.fetch(jobs=jobs, release=release, proxy=plan.proxy, fleet=plan.fleet)
+work.fetch(
+    jobs=jobs,
+    release=release,
+    proxy=plan.proxy,
+    fleet=plan.fleet,
+    used_ports=plan.preflight.ports,
+)
 setup.install_cuda(plan=plan.cuda)
 setup.install_docker(plan=plan.docker, proxy=plan.proxy)
 image_jobs = tuple(job for job in jobs if job.job.kind != REQUANTIZE_JOB)

@@ -50,7 +50,12 @@ def _start(jobs: Sequence[Work], release: str, title: Callable[[Work], str], *ki
 
 @deploy("Sources")
 def fetch(
-    *, jobs: Sequence[Work], release: str, proxy: ProxySettings, fleet: FleetSettings
+    *,
+    jobs: Sequence[Work],
+    release: str,
+    proxy: ProxySettings,
+    fleet: FleetSettings,
+    used_ports: Sequence[int],
 ) -> None:
     """Start downloads from the hub or peers; jobs check the hashes against the lock."""
     arguments = {"jobs": _names(jobs), "target": PREPARE.unit(release)}
@@ -59,7 +64,7 @@ def fetch(
     configure_job_proxy(name="Configure the proxy for jobs", proxy=proxy)
     jobs = tuple(jobs)
     record_files(name="Record which files the hosts have", jobs=jobs, release=release, fleet=fleet)
-    start_sharing(name="Start peer downloads", jobs=jobs, fleet=fleet)
+    start_sharing(name="Start peer downloads", jobs=jobs, fleet=fleet, used_ports=used_ports)
     _start(jobs, release, lambda work: f"Fetch {work.job.title.removeprefix('fetch ')}", FETCH_JOB)
 
 

@@ -9,6 +9,7 @@ import secrets
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import count
 from weakref import WeakKeyDictionary, WeakSet
 
 from pyinfra import host
@@ -144,7 +145,7 @@ _keys: WeakKeyDictionary[Host, str] = WeakKeyDictionary()
 _members: WeakKeyDictionary[Host, Member] = WeakKeyDictionary()
 _sharing: WeakSet[Host] = WeakSet()
 _STATES: dict[str, State] = {"done": "complete", "running": "running"}
-_PORT = 8010
+_FIRST_PORT = 8010
 
 
 @host_operation
@@ -174,7 +175,9 @@ def record_files(jobs: Sequence[Work], release: str, fleet: FleetSettings) -> No
 
 
 @host_operation
-def start_sharing(jobs: Sequence[Work], fleet: FleetSettings) -> Commands:
+def start_sharing(
+    jobs: Sequence[Work], fleet: FleetSettings, used_ports: Sequence[int]
+) -> Commands:
     """Serve files that other hosts lack; store the key for serving and downloading."""
     members = _active_members()
     if len(members) < 2 or current_host() not in _members:
@@ -197,9 +200,10 @@ def start_sharing(jobs: Sequence[Work], fleet: FleetSettings) -> Commands:
     address = fleet.address or read_fact(LoginAddress, _sudo=False)
     serves = bool(trees and address)
     if serves:
-        settings = to_json(Share(address, _PORT, tuple(trees)))
+        port = next(port for port in count(_FIRST_PORT) if port not in used_ports)
+        settings = to_json(Share(address, port, tuple(trees)))
         files.append(ManagedFile(SHARE_SETTINGS, settings.encode()))
-        _record_url(address, trees)
+        _record_url(address, port, trees)
     elif trees:
         host.log(
             "other hosts cannot download from this host, because its address is unknown; "
@@ -223,7 +227,7 @@ def _share_existing(tree: SharedTree) -> bool:
     return True
 
 
-def _record_url(address: str, trees: Sequence[SharedTree]) -> None:
+def _record_url(address: str, port: int, trees: Sequence[SharedTree]) -> None:
     """Record this host's URL, and the hashes of the receipts, which peers verify."""
     member = _members[current_host()]
     paths = {
@@ -234,7 +238,7 @@ def _record_url(address: str, trees: Sequence[SharedTree]) -> None:
     states = host.get_fact(FileStates, paths=list(paths.values())) if paths else {}
     receipts = {digest: states[path].sha256 for digest, path in paths.items() if path in states}
     authority = f"[{address}]" if ":" in address else address
-    _members[current_host()] = replace(member, url=f"http://{authority}:{_PORT}", receipts=receipts)
+    _members[current_host()] = replace(member, url=f"http://{authority}:{port}", receipts=receipts)
 
 
 @host_operation

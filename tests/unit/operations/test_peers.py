@@ -3,7 +3,7 @@ import json
 from typing import Any
 
 import pytest
-from spark_contract.fetching import SHARE_KEY
+from spark_contract.fetching import SHARE_KEY, SHARE_SETTINGS
 from spark_contract.job import JobState, ReceiptProof
 
 from spark_deploy.config.settings.sources import FleetSettings
@@ -59,10 +59,10 @@ class Fleet:
                 commands[name] = [describe(command) for command in operation._inner(*arguments)]
         return commands
 
-    def share(self, **settings):
+    def share(self, ports=(8000,), **settings):
         fleet = FleetSettings(**settings)
         assert not any(self.run(downloads.record_files, WORKS, "main-a", fleet).values())
-        return self.run(downloads.start_sharing, WORKS, fleet)
+        return self.run(downloads.start_sharing, WORKS, fleet, ports)
 
     def stop(self):
         return self.run(downloads.stop_sharing)
@@ -98,6 +98,14 @@ def test_first_host_downloads_and_other_hosts_copy_from_it(monkeypatch):
     assert fleet.peers("c") == ["http://10.0.0.b:8010", "http://10.0.0.a:8010"]
     fleet.hosts["c"].state.failed_hosts = {fleet.hosts["b"]}
     assert fleet.peers("c") == ["http://10.0.0.a:8010"]
+
+
+def test_peer_downloads_leave_the_ports_of_services_free(monkeypatch):
+    fleet = Fleet(monkeypatch, a="done", b="")
+    fleet.share(ports=(8000, 8010, 8011))
+    [settings] = (file for file in fleet.placed["a"] if file.path == SHARE_SETTINGS)
+    assert json.loads(settings.content)["port"] == 8012
+    assert fleet.peers("b") == ["http://10.0.0.a:8012"]
 
 
 def test_new_host_copies_files_from_complete_hosts(monkeypatch):
