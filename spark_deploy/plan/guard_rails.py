@@ -8,7 +8,7 @@ from typing import Any
 from spark_deploy.config.catalog.architecture import Architecture
 from spark_deploy.config.catalog.guard_rails import GuardRail, all_hold
 from spark_deploy.config.catalog.model import Model, PlainModel
-from spark_deploy.config.catalog.profile import Profile
+from spark_deploy.config.catalog.profile import Profile, Speculation
 from spark_deploy.config.catalog.types import ENGINE_NAME, Catalog, Engines, version_of
 from spark_deploy.config.errors import PlanError, Problem, one_line
 from spark_deploy.config.schema_errors import closest, suggest
@@ -76,6 +76,7 @@ def release_facts(
         "draft_vocabulary": (profile.speculation and profile.speculation.draft_vocabulary_tokens)
         or 0,
         "drafts_by_option": not options.keys().isdisjoint(("speculative-config", *_DRAFT_OPTIONS)),
+        "unused_draft_settings": tuple(_unused_draft_settings(profile, settings)),
         "prefix_caching": profile.prefix_caching,
         "max_sequences": profile.limits.max_sequences,
         "max_batched_tokens": profile.limits.max_batched_tokens,
@@ -181,6 +182,14 @@ def _draft_config(profile: Profile, options: Mapping[str, Any]) -> Mapping[str, 
     }
 
 
+def _unused_draft_settings(profile: Profile, settings: Settings) -> Iterator[str]:
+    drafts = profile.speculation
+    for name in Speculation.__slots__:
+        is_used = drafts and (name != "draft_vocabulary_text" or drafts.draft_vocabulary_tokens)
+        if not is_used and getattr(settings.engine, name, None):
+            yield f"engine.{name}"
+
+
 def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
@@ -267,10 +276,6 @@ def _limit_problems(model: Model, profile: Profile) -> Iterator[Problem]:
         message = f"{model.name} has no MTP layer for drafts"
         fix = "set engine.drafts: 0, or choose a profile without drafts"
         yield Problem(f"profile {profile.name}", message, fix)
-    drafts = profile.speculation
-    if drafts and drafts.draft_vocabulary_text and not drafts.draft_vocabulary_tokens:
-        message, fix = "needs engine.draft_vocabulary_tokens", "set it, or remove the text"
-        yield Problem("engine.draft_vocabulary_text", message, fix)
     if model.adapters and profile.speculation:
         message = f"drafts have never been tested with adapters, and {model.name} has adapters"
         yield Problem(f"profile {profile.name}", message, "set engine.drafts: 0")

@@ -113,6 +113,7 @@ TRIPS: dict[str, dict[str, Any]] = {
         "hosts": 2,
         "checkpoint_needs_plugin": True,
     },
+    "draft-settings-without-effect": {"unused_draft_settings": ("engine.draft_vocabulary_text",)},
     "online-fp8-with-the-plugin": {"online_quantization": True},
     "open-network-without-tls": {"expose": "lan"},
     "trust-remote-code": {"trust_remote_code": True},

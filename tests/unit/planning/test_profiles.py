@@ -11,13 +11,13 @@ from spark_contract.release import Tree
 
 from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.checkout import CHECKOUT
-from spark_deploy.config.errors import CatalogError, PlanError, SettingsError
+from spark_deploy.config.errors import CatalogError, SettingsError
 from spark_deploy.config.settings.engine import EngineSettings
 from spark_deploy.config.settings.host import ClusterSettings
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.plan.jobs import keep_list, plan_jobs
 from spark_deploy.plan.peers import Member, shared_trees, with_peers
-from spark_deploy.plan.resolve import effective_profile, plan_problems
+from spark_deploy.plan.resolve import effective_profile, plan_problems, resolve
 from spark_deploy.plan.speed import compute_speed
 from tests.unit.planning.plans import CATALOG, FIXTURE, plan_of, problems, shipped_catalog
 
@@ -211,9 +211,28 @@ def test_folder_of_ranked_tokens_depends_only_on_inputs(tmp_path, change, same):
     assert first.checkpoint == second.checkpoint
 
 
-def test_rejects_draft_vocabulary_text_without_a_token_count(tmp_path):
-    with pytest.raises(PlanError, match="draft_vocabulary_text"):
-        ranked_plan(tmp_path, **{"engine.draft_vocabulary_tokens": None})
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"profile": "v2"}, {"draft_vocabulary_text"}),
+        ({"cluster": ClusterSettings(hosts=("a", "b"))}, {"draft_vocabulary_text"}),
+        ({"head": "int8-g128"}, {"draft_vocabulary_text"}),
+        ({"draft_vocabulary_tokens": 0}, {"draft_vocabulary_text"}),
+        ({"drafts": 0}, {"draft_vocabulary_text", "draft_sample_method"}),
+        ({"profile": "base"}, {"draft_vocabulary_text", "draft_sample_method"}),
+        ({}, set()),
+    ],
+)
+def test_draft_settings_without_effect_cause_a_warning_that_names_them(changed, named):
+    of_settings = {key: changed[key] for key in ("profile", "cluster") if key in changed}
+    engine = {key: value for key, value in changed.items() if key not in of_settings}
+    texts = {"draft_vocabulary_text": "three words", "draft_sample_method": "greedy"}
+    settings = Settings(
+        engine=EngineSettings(**texts, **engine), **{"profile": "v3", **of_settings}
+    )
+    warnings = "".join(resolve(settings, SHIPPED).warnings)
+    assert {name for name in texts if f"engine.{name}" in warnings} == named
+    assert ("draft-settings-without-effect" in warnings) is bool(named)
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\xff", b"x" * ((64 << 20) + 1), "1 TiB"])
