@@ -143,12 +143,16 @@ def _cluster_row(model: HybridModel, count: int) -> str:
 
 def profile_sections() -> Iterator[str]:
     profiles = [catalog().profile(name, Settings().model) for name in catalog().profile_names]
-    yield ("| profile | choose this when | shared experts | LM head | KV cache | drafts | plugin |")
-    yield "|---|---|---|---|---|---|---|"
-    for shown in (profile for profile in profiles if not profile.only_compared):
+    speeds = {name: speed.default_speed(catalog(), name) for name in _fitting(_default_model())}
+    titles = ("profile", "choose this when", "tokens/s", "shared experts", "LM head", "KV cache")
+    yield from (row(*titles, "drafts", "plugin"), "|---|---|---|---|---|---|---|---|")
+    usable = (profile for profile in profiles if not profile.only_compared)
+    for shown in sorted(usable, key=lambda profile: -speeds.get(profile.name, 0)):
+        tokens_per_s = f"{speeds[shown.name]:.0f}" if shown.name in speeds else ""
         drafts = shown.speculation.tokens if shown.speculation else 0
         parts = (shown.shared_experts, shown.head, shown.kv_cache.dtype, drafts)
-        yield row(f"`{shown.name}`", shown.choose_when, *parts, "yes" if shown.plugin else "no")
+        plugin = "yes" if shown.plugin else "no"
+        yield row(f"`{shown.name}`", shown.choose_when, tokens_per_s, *parts, plugin)
     others = (f"`{shown.name}`" for shown in profiles if shown.only_compared)
     yield f"\n`bench --ladder` also measures profiles between `base` and `v2`: {', '.join(others)}."
     for model in _for_sparks():
@@ -160,6 +164,11 @@ def profile_sections() -> Iterator[str]:
         yield "| profile | weights | drafter | KV cache | tokens | full-length requests |"
         yield "|---|---|---|---|---|---|"
         yield from (_memory_row(model, profile) for profile in fitting)
+
+
+def _default_model() -> HybridModel:
+    [model] = (model for model in _for_sparks() if model.name == Settings().model)
+    return model
 
 
 def _is_for_use(profile: Profile) -> bool:

@@ -119,6 +119,12 @@ def step_rows(catalog: Catalog) -> Iterator[str]:
     yield row("tokens per step", *(f"{step.tokens_per_step:.2f}" for step in steps))
 
 
+def default_speed(catalog: Catalog, profile: str) -> float:
+    """Return computed tokens/s of the default model for a single request."""
+    model = Settings().model
+    return compute_speed(_shape(catalog, model), catalog.profile(profile, model)).tokens_per_s
+
+
 def v3_rows(catalog: Catalog) -> Iterator[str]:
     """Yield the computed step of v2 and of each further part of v3."""
     model = Settings().model
