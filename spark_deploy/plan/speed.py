@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from spark_deploy.config.catalog.architecture import Architecture
 from spark_deploy.config.catalog.model import HybridModel
-from spark_deploy.config.catalog.profile import Profile, Speculation
+from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.plan.engine_arguments import quantizes_online
 from spark_deploy.plan.kv_cache import TURBOQUANT, layer_bytes_per_token, mtp_drafts, state_bytes
 from spark_deploy.plan.memory import (
@@ -23,6 +23,7 @@ from spark_deploy.plan.memory import (
     served_architecture,
     weight_sizes,
 )
+from spark_deploy.plan.resolve import with_drafts
 
 BANDWIDTH_BYTES_PER_S = 273e9  # of a Spark's memory, by the data sheet
 EFFICIENCY = 0.84  # of all kernels but the LM head: reported by the community for INT4 kernels
@@ -145,8 +146,7 @@ def best_speedup(model: HybridModel, profile: Profile) -> Speedup | None:
 def _possible_changes(model: HybridModel, profile: Profile) -> Iterator[tuple[str, Profile]]:
     drafts = mtp_drafts(profile)
     if model.architecture.mtp_layers and drafts < MAX_DRAFTS:
-        more = Speculation(method="mtp", tokens=drafts + 1)
-        yield f"engine.drafts: {drafts + 1}", dataclasses.replace(profile, speculation=more)
+        yield f"engine.drafts: {drafts + 1}", with_drafts(profile, drafts + 1)
     if profile.checkpoint_needs_plugin and profile.plugin and profile.head != "int8-triton":
         yield "engine.head: int8-triton", dataclasses.replace(profile, head="int8-triton")
     elif profile.head == "keep":

@@ -12,6 +12,7 @@ from spark_deploy.config.settings.types import Settings
 from spark_deploy.plan import speed
 from spark_deploy.plan.kv_cache import hybrid_shape
 from spark_deploy.plan.memory import plan_memory
+from spark_deploy.plan.resolve import with_drafts
 from spark_deploy.plan.speed import (
     HEADS,
     best_speedup,
@@ -170,6 +171,16 @@ def test_suggests_a_speedup_that_the_profile_does_not_use_yet():
     assert best_speedup(LARGE, drafting).setting == "engine.head: int8-g128"
     assert best_speedup(LARGE, v2).setting == "engine.head: int8-triton"
     assert best_speedup(LARGE, replace(v2, head="int8-triton")) is None
+
+
+def test_gain_of_another_draft_keeps_the_other_draft_settings():
+    v3 = SHIPPED.profile("v3", "qwen3.5-122b")
+    model, one_draft = SHIPPED.model("qwen3.5-122b"), with_drafts(v3, 1)
+    speeds = [compute_speed(model.architecture, each).tokens_per_s for each in (one_draft, v3)]
+    speedup = best_speedup(model, one_draft)
+    assert speedup is not None
+    assert speedup.setting == "engine.drafts: 2"
+    assert speedup.gain == pytest.approx(speeds[1] / speeds[0] - 1)
 
 
 def test_cluster_speed_is_not_computed():
