@@ -145,14 +145,16 @@ def layer_bytes_per_token(model: Architecture, dtype: str) -> int:
 
 
 def state_bytes(model: Architecture, profile: Profile, drafts: int) -> int:
-    """Return the size of a GDN state: FP32 or BF16 recurrence and 16-bit convolution inputs."""
+    """Return the size of a GDN state: recurrence and convolution inputs, FP32 or 16-bit each."""
     net = model.linear_attention
     if net is None:
         return 0
-    dtype = canonical_options(profile.options).get("mamba-ssm-cache-dtype")
-    recurrence = net.value_heads * net.head_width**2 * (2 if dtype == "bfloat16" else 4)
+    options = canonical_options(profile.options)
+    is_short = options.get("mamba-ssm-cache-dtype") in ("bfloat16", "float16")
+    recurrence = net.value_heads * net.head_width**2 * (2 if is_short else 4)
     width = (2 * net.key_heads + net.value_heads) * net.head_width
-    return recurrence + (net.kernel - 1 + drafts) * width * 2
+    input_bytes = 4 if options.get("mamba-cache-dtype") == "float32" else 2
+    return recurrence + (net.kernel - 1 + drafts) * width * input_bytes
 
 
 def _layers_per_group(kinds: Iterable[int]) -> int:

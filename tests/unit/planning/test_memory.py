@@ -66,6 +66,27 @@ def test_cache_blocks_match_published_sizes(dtype, block_tokens):
     assert hybrid_shape(LARGE.architecture, profile).block_tokens == block_tokens
 
 
+@pytest.mark.parametrize(
+    ("options", "recurrence_bytes", "convolution_bytes"),
+    [
+        ({}, 4, 2),
+        ({"mamba-ssm-cache-dtype": "float16"}, 2, 2),
+        ({"mamba_ssm_cache_dtype": "bfloat16", "mamba-cache-dtype": "float32"}, 2, 4),
+        ({"mamba-cache-dtype": "float32"}, 4, 4),
+        # The models state float32 for the recurrence, which the engine prefers to this option.
+        ({"mamba-cache-dtype": "float16"}, 4, 2),
+    ],
+)
+def test_cache_blocks_follow_the_number_formats_of_states(
+    options, recurrence_bytes, convolution_bytes
+):
+    profile = profile_with("base", options=options)
+    net = LARGE.architecture.linear_attention
+    rows = (2 * net.key_heads + net.value_heads) * net.head_width * (net.kernel - 1)
+    size = net.value_heads * net.head_width**2 * recurrence_bytes + rows * convolution_bytes
+    assert hybrid_shape(LARGE.architecture, profile).block_tokens == -(-size // (2048 * 16)) * 16
+
+
 RECALL = replace(
     LARGE.architecture, layers=4, full_attention_every=2, kv_heads=2, head_width=256,
     linear_attention=LinearAttention(key_heads=2, value_heads=8, head_width=128),
