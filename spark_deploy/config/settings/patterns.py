@@ -53,7 +53,10 @@ _CONTAINER = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
 ContainerName = Annotated[str, text_field(_CONTAINER, "the name that `docker ps` shows", "ollama")]
 _LOGIN = r"^[A-Za-z_][A-Za-z0-9_.@-]*\$?$"
 Login = Annotated[str, text_field(_LOGIN, "a login name without host", "spark")]
-_ADDRESS = r"^[A-Za-z0-9\[:][A-Za-z0-9._:%\]-]*$"
+_OCTET = "(25[0-5]|2[0-4][0-9]|1?[0-9]?[0-9])"
+# Digits and dots alone must be an IPv4 address.
+_NO_WRONG_IPV4 = rf"(?=.*[^0-9.]|({_OCTET}\.){{3}}{_OCTET}$)"
+_ADDRESS = rf"^{_NO_WRONG_IPV4}[A-Za-z0-9\[:][A-Za-z0-9._:%\]-]*$"
 Address = Annotated[
     str,
     text_field(_ADDRESS, "a host's name or address, without a user name or spaces", "192.0.2.20"),
@@ -64,7 +67,8 @@ SshSource = Annotated[
     str, text_field(_SOURCE, "an address, network or name; * and ? are wildcards", "192.168.1.0/24")
 ]
 IpAddress = Annotated[
-    str, text_field("^[0-9a-fA-F.:]+$", "an IP address, not a name", "192.168.100.11")
+    str,
+    text_field(rf"^{_NO_WRONG_IPV4}[0-9a-fA-F.:]+$", "an IP address, not a name", "192.168.100.11"),
 ]
 _IMAGE = "^[a-z0-9][A-Za-z0-9._/:@-]*$"
 ImageName = Annotated[

@@ -140,6 +140,7 @@ def test_pyinfra_reads_the_hosts_that_init_wrote():
         ("hosts: {}\n", "hosts.yml"),
         ("host: {a: }\n", "did you mean hosts?"),
         ("hosts:\n  a: {port: 70000}\n", "hosts.yml: hosts.a.port"),
+        ("hosts:\n  a: {address: 10.0.0.999}\n", "hosts.yml: hosts.a.address"),
         (
             "hosts:\n\ta: {}\n",
             "hosts.yml line 2: the line has a tab where YAML accepts only spaces",

@@ -56,7 +56,8 @@ HOSTILE = [
     *(nested("serve.names", [text]) for text in ("a\n", "-a", "a b")),
     *(nested("serve.address", text) for text in ("a\n", "a b", "a;b")),
     *(nested("serve.tls_names", [text]) for text in ("a\n", "a b", "")),
-    *(nested("ssh.hostname", text) for text in ("-oProxyCommand=id", "a\n", "a b")),
+    *(nested("ssh.hostname", text) for text in ("-oProxyCommand=id", "a\n", "a b", "1.2.3.999")),
+    *(nested("fleet.address", text) for text in ("1.2.3.999", "1.2.3", "spark-1")),
     *(nested("ssh.user", text) for text in ("-oProxyCommand=id", "a\n", "a b", "")),
     *(nested("images.engine", text) for text in ("a:b\n", "-v", "a b", "a;b")),
     *(nested("hub.endpoint", text) for text in ("https://a\n", "https://a b", "file:///etc")),
@@ -86,7 +87,8 @@ GOOD = [
     nested("lock_file", "locks/spark.lock.yml"),
     nested("hub.endpoint", "https://hub.example.org:8443/api"),
     nested("hub.endpoint", "https://hub.example.org/a@b"),
-    nested("ssh.hostname", "fe80::1%eth0"),
+    *(nested("ssh.hostname", text) for text in ("fe80::1%eth0", "192.168.255.1", "10.0.0.1.sslip")),
+    *(nested("fleet.address", text) for text in ("fd00::1", "192.168.100.11", "::ffff:10.0.0.1")),
     nested("ssh.user", "ann.b"),
     nested(
         "proxy.direct", [".example.org", "*.lan", "10.0.0.0/8", "[fd00::1]", "fd00::/8", "a_b:80"]
