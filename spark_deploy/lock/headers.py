@@ -191,7 +191,6 @@ class ModelConfig:
 
 _SIXTEEN_BIT_BYTES = 2
 _MAX_LAYERS = 1024
-_STATE_BYTES = 4  # recurrent state is float32
 # All layers are full attention unless `layer_types` differs.
 _ALL_FULL = frozenset((
     "apertus", "arcee", "cohere", "ernie4_5", "ernie4_5_moe", "exaone", "gemma", "glm", "glm4",
@@ -297,7 +296,8 @@ def _delta_net(config: ModelConfig, layers: int) -> CacheLayers:
     values_width = config.require("linear_num_value_heads") * value_dim
     kernel = config.require("linear_conv_kernel_dim")
     conv_row_bytes = (2 * keys_width + values_width) * _SIXTEEN_BIT_BYTES
-    return _state(layers, values_width * key_dim * _STATE_BYTES, kernel, conv_row_bytes)
+    state_bytes = _state_bytes(config.text("mamba_ssm_dtype"))
+    return _state(layers, values_width * key_dim * state_bytes, kernel, conv_row_bytes)
 
 
 def _mamba(config: ModelConfig, layers: int) -> CacheLayers:
@@ -306,10 +306,15 @@ def _mamba(config: ModelConfig, layers: int) -> CacheLayers:
     state = config.require("ssm_state_size", "mamba_d_state", "state_size")
     groups = config.require("n_groups", "mamba_n_groups")
     kernel = config.require("conv_kernel", "mamba_d_conv")
-    is_float32 = config.text("mamba_ssm_cache_dtype") == "float32"
-    recurrence_bytes = width * state * (_STATE_BYTES if is_float32 else _SIXTEEN_BIT_BYTES)
+    default = "float32" if config.text("model_type").startswith("nemotron_h") else ""
+    state_bytes = _state_bytes(config.text("mamba_ssm_cache_dtype") or default)
     conv_row_bytes = (width + 2 * groups * state) * _SIXTEEN_BIT_BYTES
-    return _state(layers, recurrence_bytes, kernel, conv_row_bytes)
+    return _state(layers, width * state * state_bytes, kernel, conv_row_bytes)
+
+
+def _state_bytes(dtype: str) -> int:
+    """Return the bytes of a recurrent state's number; the default is the activations' format."""
+    return 4 if dtype == "float32" else _SIXTEEN_BIT_BYTES
 
 
 def _state(layers: int, recurrence_bytes: int, kernel: int, conv_row_bytes: int) -> CacheLayers:
