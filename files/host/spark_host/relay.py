@@ -14,6 +14,7 @@ from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from spark_contract.paths import GATEWAY_DIR, Paths
@@ -66,6 +67,10 @@ class UnavailableError(Exception):
         return json.dumps({"type": "error", "error": error}).encode()
 
 
+class OutdatedError(Exception):
+    """Other host tools have been installed."""
+
+
 class Relay:
     def __init__(self, host: Host, limits: Limits = Limits()):  # noqa: B008
         self.switch, self.limits, self.paths = Switch(host, limits), limits, host.paths
@@ -73,16 +78,27 @@ class Relay:
         self._bytes = self._requests = 0
 
     async def run(self) -> None:
-        await asyncio.gather(self._run_rounds(), self._start_services())
+        """Run until other host tools are installed, which systemd then starts."""
+        with suppress(OutdatedError):
+            await asyncio.gather(self._run_rounds(), self._start_services())
 
     async def _run_rounds(self) -> None:
         while True:
+            self._end_if_outdated()
             await self._listen()
             for service in list(self.services.values()):
                 await self._run_logged(self.switch.record_use, service.name)
                 if not service.waiting:
                     await self._run_logged(self.switch.stop_if_idle, service.name)
             await asyncio.sleep(_ROUND_INTERVAL_S)
+
+    def _end_if_outdated(self) -> None:
+        """Raise OutdatedError if needed, but never while a request or a start is in progress."""
+        is_loading = any(service.loading_since for service in self.services.values())
+        current = (self.paths.tools / "current").resolve()
+        is_outdated = current.is_dir() and not Path(__file__).resolve().is_relative_to(current)
+        if is_outdated and not (self._requests or is_loading):
+            raise OutdatedError
 
     async def _run_logged(self, function: Any, name: str) -> None:
         try:

@@ -87,6 +87,7 @@ class OnRequestHost:
     units: EngineUnits
     relay: Relay
     here: SystemHost
+    thread: threading.Thread  # of the relay
 
     def chat(self, name: str, prompt: str = "What is 12 + 30?", **more: Any) -> tuple[int, str]:
         body = {"model": name, "messages": [{"role": "user", "content": prompt}], **more}
@@ -161,7 +162,8 @@ def on_request_host(host: Host, monkeypatch: Any, **limits: float) -> Iterator[O
             host, names=names, routes=routes, on_request=on_request, max_body_bytes=1 << 20
         ) as c:
             wait_until(lambda: len(process.services) == 2, "the relay listens")
-            yield OnRequestHost(c, units, process, here)
+            yield OnRequestHost(c, units, process, here, thread)
     finally:
-        loop.call_soon_threadsafe(task.cancel)
+        if thread.is_alive():
+            loop.call_soon_threadsafe(task.cancel)
         thread.join(30)

@@ -63,6 +63,17 @@ def test_other_model_starts_after_in_flight_requests_finish(start):
         assert host.here.disk.read(Stopped, host.here.paths.stopped("first")).on_request
 
 
+def test_relay_of_replaced_tools_ends_once_no_request_is_in_flight(start):
+    with start() as host, ThreadPoolExecutor() as pool:
+        tools = host.here.paths.tools
+        answer = pool.submit(host.chat, "model-1", LONG)
+        wait_until(lambda: host.relay.services["first"].waiting == 1, "it waits")
+        (tools / "0123456789ab").mkdir(parents=True)
+        (tools / "current").symlink_to("0123456789ab")
+        assert (answer.result()[0], "abcd" * 60 in answer.result()[1]) == (200, True)
+        wait_until(lambda: not host.thread.is_alive(), "systemd can start the new tools")
+
+
 def test_streaming_request_gets_sse_comments_while_the_model_starts(start):
     with start() as host:
         host.units.load_s = 1.0
