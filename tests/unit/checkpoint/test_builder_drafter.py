@@ -121,6 +121,30 @@ def test_built_config_lists_the_packed_drafter_modules(workshop):
     assert quantization["extra_config"][f"{EXPERT}.0.up_proj"] == sixteen
 
 
+@pytest.mark.parametrize(
+    ("pattern", "rejected"),
+    [
+        (".*mtp.*", True),
+        (r"mtp\..*\.experts\..*", True),
+        (".*shared_expert.*", False),
+        ("(", False),
+    ],
+)
+def test_rejects_regular_expressions_that_keep_rounded_drafter_modules_in_16_bits(
+    workshop, pattern, rejected
+):
+    sixteen = {"bits": 16, "data_type": "float"}
+    workshop.change_base_config(
+        lambda config: config["quantization_config"]["extra_config"].update({pattern: sixteen})
+    )
+    if rejected:
+        message = refused(workshop, **CHOICES)
+        assert f"extra_config.{pattern} keeps" in message
+        assert "set engine.drafter: keep" in message
+    else:
+        workshop.build(**CHOICES)
+
+
 def set_weight(values):
     return lambda mtp: mtp.update({f"{ATTENTION}.weight": bf16_tensor(values)})
 

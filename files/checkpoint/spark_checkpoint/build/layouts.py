@@ -6,11 +6,12 @@ import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from spark_contract.builder_api import RECIPE_VERSION, BuildPlan
+from spark_contract.builder_api import RECIPE_VERSION, BuildPlan, expand_all
 from spark_contract.receipts import ReceiptFile
 
 from spark_checkpoint import ValidationError, directory
@@ -36,6 +37,8 @@ _LANGUAGE_BLOCKS = "model.language_model.layers"
 _MTP_BLOCKS = "mtp.layers"
 _INT8 = {"bits": 8, "group_size": 128, "sym": True, "data_type": "int"}
 _SIXTEEN_BITS = {"bits": 16, "data_type": "float"}
+# The engine treats keys of extra_config with such a character as regular expressions.
+_PATTERN_CHARACTERS = set(r"*+?^$()[]{}|\\")
 _REWRITTEN = frozenset({directory.CONFIG_NAME, directory.INDEX_NAME, directory.QUANTIZATION_NAME})
 _METADATA = {"format": "pt"}
 
@@ -76,10 +79,27 @@ def check_config(base: Mapping[str, Any], where: str, plan: BuildPlan) -> None:
             f"but is a {type(per_module).__name__}"
         )
         raise ValidationError(where, problem, "use another commit of the base, or fix config.json")
+    for name, entry in (per_module or {}).items():
+        if module := _sixteen_bit_match(name, entry, plan.drafter_int4):
+            problem = f"quantization_config.extra_config.{name} keeps {module} in 16 bits"
+            fix = "set engine.drafter: keep, or use a base that lists its modules by name"
+            raise ValidationError(where, problem, fix)
     is_tied = any(section.get("tie_word_embeddings") for section in _config_sections(base))
     if plan.head == "int8-g128" and is_tied:
         problem = "has tied embeddings, so the head cannot be packed separately"
         raise ValidationError(where, problem, "set head: keep")
+
+
+def _sixteen_bit_match(pattern: str, entry: Any, modules: Sequence[str]) -> str | None:
+    """Return the first module that a regular expression of extra_config keeps in 16 bits."""
+    bits = entry.get("bits", 4) if isinstance(entry, dict) else entry
+    if bits not in (16, 32) or not _PATTERN_CHARACTERS & set(pattern):
+        return None
+    with suppress(re.error):
+        return next(
+            (name for name in sorted(expand_all(modules)) if re.search(pattern, name)), None
+        )
+    return None
 
 
 def result_config(
