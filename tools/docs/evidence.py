@@ -14,6 +14,8 @@ from spark_deploy.config.catalog.load import read_questions
 from tools.docs.declared import row
 
 RESULTS = CHECKOUT / "proofs/results"
+LISTED = 20
+"""Files of a run that the table of runs names."""
 SWEEP_GROUPS = {
     "for good": "permanent failure",
     "once": "transient failure",
@@ -38,6 +40,26 @@ def result_rows(folder: str) -> Iterator[str]:
                 needs = f"needs {kind.needs}" if kind.needs else ""
                 facts = "; ".join(filter(None, (needs, _device(result), _outcome(result))))
                 yield f"- [{path.stem}]({folder}/{path.name}): {kind.tests} ({facts})"
+
+
+def run_rows(folder: str) -> Iterator[str]:
+    """Yield the runs behind a folder's files: dates, tested commit, devices."""
+    runs: dict[tuple[str, str, str], dict[str, list[str]]] = {}
+    for path in sorted((RESULTS / folder).glob("*.json")):
+        result = json.loads(path.read_text("utf-8"))
+        run = (find_kind(path.stem).target, result["commit"][:12], _devices(result))
+        runs.setdefault(run, {}).setdefault(result["date"], []).append(path.stem)
+    yield from (row("run", "date", "commit", "device", "files"), f"|{'---|' * 5}")
+    for (target, commit, device), dates in sorted(runs.items(), key=lambda run: max(run[1])):
+        names = sorted(name for day in dates.values() for name in day)
+        files = ", ".join(names) if len(names) <= LISTED else f"the other {len(names)} files"
+        days = " and ".join(sorted(dates))
+        yield row(f"`make {target}`", days, f"`{commit}`", device, files)
+
+
+def _devices(result: dict[str, Any]) -> str:
+    count = str(result["device"]).count("\n") + 1
+    return f"{count} × {_device(result)}" if count > 1 else _device(result)
 
 
 def _outcome(result: dict[str, Any]) -> str:

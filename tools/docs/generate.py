@@ -241,7 +241,9 @@ PARTS: dict[str, dict[str, Callable[[], Iterable[str]]]] = {
     "proofs/engine-proofs.md": {"kernels": evidence.kernel_rows},
     "proofs/profiles.md": {"profiles": profile_proofs},
     "proofs/results/README.md": {
-        folder: functools.partial(evidence.result_rows, folder) for folder in ("gpu", "cpu")
+        "runs": functools.partial(evidence.run_rows, "gpu"),
+        "gpu": functools.partial(evidence.result_rows, "gpu"),
+        "cpu": functools.partial(evidence.result_rows, "cpu"),
     },
     "proofs/results/sweeps/README.md": {"sweeps": evidence.sweep_sections},
 }
