@@ -85,6 +85,7 @@ class CompileCache:
     driver: str
     copied_from: str | None  # release, or None if the cache started empty
     invocation_id: str  # run of the unit that used the cache
+    boot_id: str = field(default="", metadata=OPTIONAL)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from spark_contract.records import CompileCache, Finding, Proof
-from spark_contract.release import READY, parse_service
+from spark_contract.release import MEMORY, READY, parse_service
 from spark_contract.tool import HostToolError
 from spark_host.engine import compile_cache
 from spark_host.records import boot, versions
@@ -38,7 +38,7 @@ class Caches:
     def make_proven(self, name=PROVEN, key=KEY):
         folder = self.prepare(name, key)
         boot.record_known_good(self.release(name, key), self.system)
-        (folder / "nv").mkdir()
+        (folder / "nv").mkdir(exist_ok=True)
         (folder / "nv/kernel").write_text(name)
         os.chown(folder / "nv", NOBODY.pw_uid, NOBODY.pw_gid)
         return folder
@@ -72,6 +72,7 @@ def test_candidate_writes_only_to_its_copy_of_the_cache(caches):
 
 ANSWERED, SILENT = Finding(READY, True, "", 0.0), Finding(READY, False, "", 0.0)
 WRONG = Finding("arithmetic", False, "", 0.0)
+LOW_MEMORY = Finding(MEMORY, False, "", 0.0)
 
 
 @pytest.mark.parametrize(
@@ -95,6 +96,38 @@ def test_rejected_candidate_gets_a_new_copy_of_the_cache(
     caches.system.disk.write(caches.host.paths.proof(CANDIDATE), result)
     monkeypatch.setenv("INVOCATION_ID", "2")
     assert (caches.prepare(CANDIDATE) / "nv/kernel").read_text() == ("torn" if keeps else PROVEN)
+
+
+def test_cache_that_a_power_cut_may_have_damaged_is_not_used_before_it_is_proven(
+    caches, tmp_path, monkeypatch
+):
+    boot_id = tmp_path / "boot_id"
+    boot_id.write_text("first\n")
+    monkeypatch.setattr(compile_cache, "BOOT_ID", boot_id)
+    caches.make_proven()
+    torn = caches.prepare(CANDIDATE) / "nv/kernel"
+    torn.write_text("")
+    caches.prepare(CANDIDATE)
+    assert torn.read_text() == ""
+    boot_id.write_text("second\n")
+    caches.prepare(CANDIDATE)
+    assert torn.read_text() == PROVEN
+    assert content(caches.prepare(PROVEN)) == FULL
+
+
+@pytest.mark.parametrize(
+    ("checks", "keeps"),
+    [((SILENT,), False), ((LOW_MEMORY, SILENT), True), ((ANSWERED, WRONG), True)],
+)
+def test_proven_release_that_did_not_become_ready_starts_with_another_cache(caches, checks, keeps):
+    caches.make_proven(CANDIDATE)
+    torn = caches.make_proven() / "nv/kernel"
+    torn.write_text("")
+    digest = caches.release(PROVEN).digest
+    result = Proof(PROVEN, digest, "1", "quick", False, "", checks, {}, {}, False, ())
+    caches.system.disk.write(caches.host.paths.proof(PROVEN), result)
+    caches.prepare(PROVEN)
+    assert torn.read_text() == ("" if keeps else CANDIDATE)
 
 
 @pytest.mark.parametrize(

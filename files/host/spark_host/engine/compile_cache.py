@@ -2,7 +2,9 @@
 
 A cache is valid for a base image and a number of drafts (in the name of the parent folder) and for
 a driver (in the state file, which is written last). After a failed start, the next start continues
-with the cache, unless a check failed. Engines can write anything to these folders, so coreutils
+with the cache, unless a check failed. A power cut can damage files that an engine has just written,
+so a boot ends the use of an unproven cache, and a proven release that does not become ready starts
+with another cache. Engines can write anything to these folders, so coreutils
 copy and remove the folders without following links.
 """
 
@@ -12,8 +14,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from spark_contract.machine import BOOT_ID
 from spark_contract.records import CompileCache
-from spark_contract.release import READY, Release
+from spark_contract.release import MEMORY, READY, Release
 from spark_contract.tool import COMPILING, PHASE
 
 from spark_host.records import boot, versions
@@ -35,13 +38,13 @@ def prepare(release: Release, host: Host, report: Report) -> None:
     driver = versions.read_or_unknown(versions.read_driver)
     proven = release.name in boot.read_known_good(release.service, host).names
     usable = _is_usable(release, driver, host)
-    if proven and usable:  # a proven release keeps the cache
+    if proven and usable and not _failed_to_load(release, host):
         return
     folder, state_file = host.paths.below(release.cache), host.paths.compile_cache(release.name)
     invocation_id = os.environ.get("INVOCATION_ID", "")
-    state = _read_state(release, host)
+    state, boot_id = _read_state(release, host), Path(BOOT_ID).read_text().strip()
     # An unproven release continues with the cache of the earlier start, unless it was rejected.
-    if state and usable and not _is_rejected(release, state, host):
+    if not proven and state and usable and not _is_rejected(release, state, boot_id, host):
         _write(state_file, replace(state, invocation_id=invocation_id), host, report)
         return
     host.disk.remove(state_file)
@@ -53,7 +56,7 @@ def prepare(release: Release, host: Host, report: Report) -> None:
         source, owner = None, find_account(release.engine.user)
         folders.create(folder, owner.pw_uid, owner.pw_gid, 0o755)
         report(f"{PHASE}cache starting with an empty compile cache")
-    new_state = CompileCache(driver, source.name if source else None, invocation_id)
+    new_state = CompileCache(driver, source.name if source else None, invocation_id, boot_id)
     _write(state_file, new_state, host, report)
 
 
@@ -104,8 +107,17 @@ def _is_usable(release: Release, driver: str, host: Host) -> bool:
     return folder.is_dir() and folder.lstat().st_uid == find_account(release.engine.user).pw_uid
 
 
-def _is_rejected(release: Release, state: CompileCache, host: Host) -> bool:
-    """Return whether the last engine with this cache became ready, but failed the check."""
+def _failed_to_load(release: Release, host: Host) -> bool:
+    """Return whether the last engine did not become ready, but had enough memory."""
+    result = boot.read_proof(release.name, host)
+    failed = [finding.name for finding in result.failed] if result else []
+    return READY in failed and MEMORY not in failed
+
+
+def _is_rejected(release: Release, state: CompileCache, boot_id: str, host: Host) -> bool:
+    """Return whether the last engine with this cache failed its check, or ran before the boot."""
+    if state.boot_id != boot_id:
+        return True
     result = boot.read_proof(release.name, host)
     if result is None or result.invocation_id != state.invocation_id:
         return False
