@@ -231,6 +231,7 @@ PARTS: dict[str, dict[str, Callable[[], Iterable[str]]]] = {
     "proofs/speed-model.md": {
         "numbers": speed.number_rows,
         "parts of v3": lambda: speed.v3_rows(catalog()),
+        "break-even": lambda: speed.break_even_rows(catalog()),
         "depth": lambda: speed.depth_rows(catalog()),
         "steps": lambda: speed.step_rows(catalog()),
     },

@@ -162,6 +162,26 @@ def depth_rows(catalog: Catalog) -> Iterator[str]:
         yield row(requests, *(f"{speed:.1f}" for speed in speeds))
 
 
+def break_even_rows(catalog: Catalog) -> Iterator[str]:
+    """Yield the share of drafts that v3's draft vocabulary must contain to raise the speed."""
+    shape, v3 = _shape(catalog, Settings().model), catalog.profile("v3", Settings().model)
+    assert v3.speculation is not None
+    all_tokens = replace(v3, speculation=replace(v3.speculation, draft_vocabulary_tokens=None))
+    few, every = compute_speed(shape, v3), compute_speed(shape, all_tokens)
+    low, high = 0.0, 1.0
+    while high - low > 1e-4:
+        share = (low + high) / 2
+        accepted = sum(
+            FIRST_ACCEPTED * LATER_ACCEPTED**draft * share ** (draft + 1)
+            for draft in range(v3.speculation.draft_tokens(1))
+        )
+        slower = (1 + accepted) / few.step_s < every.tokens_per_s
+        low, high = (share, high) if slower else (low, share)
+    percent = f"{100 * high:.0f} %"
+    yield f"If fewer than {percent} of the drafts that the model would accept are among its tokens,"
+    yield "`v3` is faster with `engine.draft_vocabulary_tokens: 0` (computed for one request)."
+
+
 def _drafts(count: int) -> str:
     return f"{count or 'no'} draft{'' if count == 1 else 's'}"
 
