@@ -167,9 +167,9 @@ gpu-times: ## times of LM head, shared experts, cache formats and table lookups 
 	DISABLE_MMA_V3=1 $(GPU_PYTHON) $(HEAD)_sweep.py --batches 1,8,16,32 --inputs 3072 --out $(SPARK_GPU_RESULTS)/lm-head-sweep-no-wgmma.json
 	DISABLE_MMA_V3=1 $(GPU_PYTHON) $(HEAD)_sweep.py --batches 64 --inputs 3072 --spark --out $(SPARK_GPU_RESULTS)/lm-head-sweep-48-programs.json
 
-kernels: venv build/triton ## compile the LM head and TurboQuant kernels for a Spark (no GPU needed; fetches 190 MB once)
-	PYTHONPATH=build/triton $(PY) -m pytest -q \
-	  tests/unit/plugin/test_head_for_a_spark.py tests/engine/test_turboquant_for_a_spark.py
+kernels: venv build/triton ## compile the LM head and attention kernels for a Spark (no GPU needed; fetches 190 MB once)
+	PYTHONPATH=build/triton $(PY) -m pytest -q tests/unit/plugin/test_head_for_a_spark.py \
+	  tests/engine/test_turboquant_for_a_spark.py tests/engine/test_triton_attention_for_a_spark.py
 
 build/triton: requirements/kernels.txt
 	@rm -rf $@ $@.part

@@ -1,6 +1,6 @@
-"""Compile, without running, the kernels that the engine's TurboQuant launches on a Spark.
+"""Compile, without running, the kernels of the engine's attention backends on a Spark.
 
-The engine's backend and launchers run over tensors that have only types, shapes and strides, so no
+The engine's backends and launchers run over tensors that have only types, shapes and strides, so no
 kernel constant is copied here; Triton specialises and compiles the launched kernels. Needs triton
 (`make kernels`), no torch, no GPU.
 """
@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -25,8 +25,12 @@ BACKEND = "vllm.v1.attention.backends.turboquant_attn"
 REAL = [f"{OPS}.triton_decode_attention", f"{OPS}.triton_turboquant_decode"]
 REAL += [f"{OPS}.triton_turboquant_store", CONFIG, BACKEND]
 FILES = {f"{name.replace('.', '/')}.py" for name in REAL}
+CAPABILITY = 121
 HEAD_SIZE, KV_HEADS, SPLITS = 256, 2, 32
 """As in the 35B and the 122B; SPLITS is the engine's default."""
+ITEM_BYTES = {"int8": 1, "uint8": 1, "float8_e4m3fn": 1, "float16": 2, "bfloat16": 2}
+ITEM_BYTES |= {"int32": 4, "float32": 4, "int64": 8}
+FP8 = SimpleNamespace(min=-448.0, max=448.0)
 
 
 class Usage(NamedTuple):
@@ -49,8 +53,29 @@ class Tensor:
     def data_ptr(self) -> int:
         return self.address
 
-    def stride(self, at: int) -> int:
-        return self.strides[at]
+    def stride(self, at: int | None = None) -> Any:
+        return self.strides if at is None else self.strides[at]
+
+    def element_size(self) -> int:
+        return ITEM_BYTES[self.dtype]
+
+    def alias(self, address: int, dtype: str, *shape: int, strides: tuple[int, ...]) -> Tensor:
+        """Return other numbers of the same memory."""
+        tensor = Tensor(*shape, dtype=dtype, strides=strides)
+        tensor.address = address
+        return tensor
+
+    def view(self, dtype: str) -> Tensor:
+        assert ITEM_BYTES[dtype] == self.element_size()
+        return self.alias(self.address, dtype, *self.shape, strides=self.strides)
+
+    def split(self, size: int, dim: int) -> tuple[Tensor, ...]:
+        assert dim == -1
+        shape, step = (*self.shape[:-1], size), self.strides[-1] * self.element_size()
+        return tuple(
+            self.alias(self.address + first * step, self.dtype, *shape, strides=self.strides)
+            for first in range(0, self.shape[-1], size)
+        )
 
     def to(self, dtype: str) -> Tensor:
         return Tensor(*self.shape, dtype=dtype)
@@ -69,7 +94,7 @@ class Tensor:
         order = list(range(len(self.shape)))
         order[first], order[second] = second, first
         shape, strides = ([sizes[at] for at in order] for sizes in (self.shape, self.strides))
-        return Tensor(*shape, dtype=self.dtype, strides=tuple(strides))
+        return self.alias(self.address, self.dtype, *shape, strides=tuple(strides))
 
     def norm(self, dim: int, keepdim: bool) -> Tensor:
         return Tensor(self.shape[0], 1, dtype=self.dtype)
@@ -95,6 +120,37 @@ class Tensor:
     def __setitem__(self, key: Any, value: Any) -> None:
         pass
 
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def copy_(self, other: Tensor) -> None:
+        assert other.shape == self.shape
+
+    def fill_(self, value: float) -> None:
+        pass
+
+    def storage_offset(self) -> int:
+        return 0
+
+    def untyped_storage(self) -> Tensor:
+        return self
+
+    def set_(self, storage: Tensor) -> Tensor:
+        self.address = storage.address
+        return self
+
+
+def empty(*shape: Any, dtype: str, **_: Any) -> Tensor:
+    [*sizes] = shape[0] if isinstance(shape[0], tuple) else shape
+    return Tensor(*sizes, dtype=dtype)
+
+
+def as_strided(
+    tensor: Tensor, size: tuple[int, ...], stride: tuple[int, ...], storage_offset: int
+) -> Tensor:
+    address = tensor.address + storage_offset * tensor.element_size()
+    return tensor.alias(address, tensor.dtype, *size, strides=stride)
+
 
 class _StubType(type):
     def __getattr__(cls, name: str) -> Any:
@@ -111,10 +167,10 @@ class Stub(metaclass=_StubType):
         pass
 
 
-def _module(name: str, **members: Any) -> ModuleType:
-    module = ModuleType(name)
-    module.__dict__.update(__getattr__=lambda _: Stub, **members)
-    return module
+def module(name: str, **members: Any) -> ModuleType:
+    made = ModuleType(name)
+    made.__dict__.update(__getattr__=lambda _: Stub, **members)
+    return made
 
 
 def _stub_modules() -> dict[str, ModuleType]:
@@ -124,34 +180,49 @@ def _stub_modules() -> dict[str, ModuleType]:
     workspace = SimpleNamespace(
         get_simultaneous=lambda *buffers: [Tensor(*shape, dtype=dtype) for shape, dtype in buffers]
     )
-    platform = SimpleNamespace(is_cuda_alike=lambda: True, is_rocm=lambda: False)
+    platform = SimpleNamespace(
+        is_cuda=lambda: True,
+        is_cuda_alike=lambda: True,
+        is_rocm=lambda: False,
+        is_xpu=lambda: False,
+        fp8_dtype=lambda: "float8_e4m3fn",
+        get_device_name=lambda: "GB10",
+        get_device_capability=lambda: None,
+        has_device_capability=lambda least: least <= CAPABILITY,
+        is_device_capability=lambda pair: pair == divmod(CAPABILITY, 10),
+        is_device_capability_family=lambda family: family // 10 == CAPABILITY // 10,
+        num_compute_units=lambda: 48,
+    )
     config = SimpleNamespace(
         attention_config=SimpleNamespace(tq_max_kv_splits_for_cuda_graph=SPLITS),
         model_config=SimpleNamespace(max_model_len=262144),
     )
-    dtypes = {name: name for name in ("float16", "bfloat16", "float32", "uint8", "int32")}
-    cuda = SimpleNamespace(get_device_capability=lambda _: (12, 1))
-    torch = _module("torch", Tensor=Tensor, empty=Tensor, zeros=Tensor, cuda=cuda, **dtypes)
+    cuda = SimpleNamespace(get_device_capability=lambda _: divmod(CAPABILITY, 10))
+    made: dict[str, Any] = {"empty": empty, "zeros": empty, "as_strided": as_strided}
+    made["tensor"] = lambda values, dtype, **_: Tensor(len(values), dtype=dtype)
+    made |= {"Tensor": Tensor, "cuda": cuda, "finfo": lambda _: FP8}
+    torch = module("torch", **made, **{name: name for name in ITEM_BYTES})
     named = [
         torch,
-        _module("torch.nn"),
-        _module("torch.nn.functional"),
-        _module("vllm.platforms", current_platform=platform),
-        _module("vllm.triton_utils", tl=triton.language, triton=triton),
-        _module("vllm.config", get_current_vllm_config=lambda: config),
-        _module(f"{OPS}.flydsl_turboquant_decode", is_flydsl_available=lambda: False),
-        _module("vllm.v1.worker.workspace", current_workspace_manager=lambda: workspace),
+        module("torch.nn"),
+        module("torch.nn.functional"),
+        module("vllm.platforms", current_platform=platform),
+        module("vllm.triton_utils", tl=triton.language, triton=triton),
+        module("vllm.config", get_current_vllm_config=lambda: config),
+        module(f"{OPS}.flydsl_turboquant_decode", is_flydsl_available=lambda: False),
+        module("vllm.v1.worker.workspace", current_workspace_manager=lambda: workspace),
     ]
     plain = ["config.cache", "logger", "utils.math_utils", "v1.attention.backend"]
     plain += ["v1.attention.backends.fa_utils", "v1.attention.backends.utils"]
     plain += ["v1.kv_cache_interface", f"{CONFIG[5:-7]}.centroids"]
-    return {
-        module.__name__: module for module in named + [_module(f"vllm.{name}") for name in plain]
-    }
+    return {stub.__name__: stub for stub in named + [module(f"vllm.{name}") for name in plain]}
 
 
 @contextmanager
-def engine(root: Path) -> Iterator[SimpleNamespace]:
+def engine(
+    root: Path, names: Iterable[str] = REAL, stubs: Iterable[ModuleType] = ()
+) -> Iterator[list[Any]]:
+    """Import the engine's modules ``names`` from ``root``; yield the list of launched kernels."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime.driver import driver
     from triton.runtime.jit import KernelInterface
@@ -170,17 +241,18 @@ def engine(root: Path) -> Iterator[SimpleNamespace]:
     )
     with (
         patch.dict(sys.modules, _stub_modules()),
+        patch.dict(sys.modules, {stub.__name__: stub for stub in stubs}),
         patch.object(driver, "_active", spark),
         patch.object(KernelInterface, "__getitem__", compile_launch),
     ):
-        for name in REAL:
+        for name in names:
             path = root / f"{name.replace('.', '/')}.py"
             spec = importlib.util.spec_from_file_location(name, path)
             assert spec
             assert spec.loader
             sys.modules[name] = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(sys.modules[name])
-        yield SimpleNamespace(backend=sys.modules[BACKEND], launched=launched)
+        yield launched
 
 
 def launches(root: Path, preset: str, heads: int, block: int, even: bool) -> list[Usage]:
@@ -194,8 +266,8 @@ def launches(root: Path, preset: str, heads: int, block: int, even: bool) -> lis
         even: whether addresses and widths are multiples of 16.
     """
     tokens, blocks = 3, 4096 if even else 4097
-    with engine(root) as loaded, patch.object(Tensor, "address", 4096 if even else 4097):
-        impl = loaded.backend.TurboQuantAttentionImpl(
+    with engine(root) as launched, patch.object(Tensor, "address", 4096 if even else 4097):
+        impl = sys.modules[BACKEND].TurboQuantAttentionImpl(
             heads, HEAD_SIZE, HEAD_SIZE**-0.5, KV_HEADS, kv_cache_dtype=preset
         )
         slot = impl.tq_config.slot_size_aligned
@@ -213,10 +285,10 @@ def launches(root: Path, preset: str, heads: int, block: int, even: bool) -> lis
         impl._continuation_prefill(
             layer, query, key, key, cache, table[0:1], 4096, 4096 + tokens, square, line
         )
-        return [_read_usage(kernel) for kernel in loaded.launched]
+        return [read_usage(kernel) for kernel in launched]
 
 
-def _read_usage(kernel: Any) -> Usage:
+def read_usage(kernel: Any) -> Usage:
     import triton
 
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
