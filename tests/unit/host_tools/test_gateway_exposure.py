@@ -69,6 +69,18 @@ def test_changing_the_exposure_does_not_interrupt_in_flight_responses(client):
     assert client.process.poll() is None
 
 
+def test_status_is_readable_while_the_gateway_exits(client, monkeypatch):
+    is_applied = gateway._is_applied
+
+    def exit_meanwhile(*words):
+        client.process.kill()
+        client.process.wait()
+        return is_applied(*words)
+
+    monkeypatch.setattr(gateway, "_is_applied", exit_meanwhile)
+    assert difference(client) is None
+
+
 def test_reload_sets_no_time_limit_for_running_responses(host):
     # 262,144 tokens can take more than an hour.
     assert "worker_shutdown_timeout" not in nginx.render_config(host.gateway(), host.paths)

@@ -109,9 +109,11 @@ def find_difference(service: str, paths: Paths) -> str | None:
             return missing
         if not _is_applied(settings, paths):
             return "the settings or the key changed since the last reload"
+        return _wrong_addresses(settings, master)
     except HostToolError as error:
         return str(error)
-    return _wrong_addresses(settings, master)
+    except (FileNotFoundError, ProcessLookupError):  # the gateway has exited meanwhile
+        return None
 
 
 def key_problem(service: str, paths: Paths) -> str | None:
