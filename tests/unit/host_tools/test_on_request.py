@@ -189,16 +189,17 @@ def test_too_many_requests_are_rejected(start, monkeypatch, limit, value):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_request_fails_if_the_engine_replaces_its_socket(start, stream):
+def test_request_fails_if_the_engine_replaces_its_socket(start, stream, monkeypatch):
+    open_traffic = gateway.open_traffic
     with start() as host:
-        start_unit, address = host.units.start, host.here.paths.engine_socket("first")
+        address = host.here.paths.engine_socket("first")
 
-        def start_hostile(unit, limit_s):
-            start_unit(unit, limit_s)
+        def replace_socket(release, paths):
             address.unlink()
             address.symlink_to("/nowhere")
+            open_traffic(release, paths)
 
-        host.units.start = start_hostile
+        monkeypatch.setattr(gateway, "open_traffic", replace_socket)
         status, text = host.chat("model-1", stream=stream)
         assert (status, '"code": 503' in text) == (200 if stream else 503, True)
 
