@@ -4,7 +4,7 @@ PY := .venv/bin/python
 PYTHON ?= python3
 PYTHONS ?= 3.10 3.11 3.12 3.13
 .DEFAULT_GOAL := help
-.PHONY: help venv test core-unit core-lab core-host core-faults check fmt unit pythons engine site editor clients recording host faults gpu-all gpu gpu-train gpu-times gpu-plans cpu-all cpu-plugin cpu-proofs cpu-sizes cpu-seeing cpu-models kernels backends demo demo-fast lab-up lab-down lab-purge lab-model plan docs golden lock-requirements advisories sbom checksums release
+.PHONY: help venv test core-unit core-lab core-host core-faults check fmt unit pythons engine site editor clients recording host faults gpu-all gpu gpu-train gpu-times gpu-plans cpu-all cpu-plugin cpu-proofs cpu-sizes cpu-seeing cpu-models cpu-tools kernels backends demo demo-fast lab-up lab-down lab-purge lab-model plan docs golden lock-requirements advisories sbom checksums release
 
 # Profiles of Qwen3.8-Flash-Next do not fit the default model.
 PROFILES := $(filter-out flash-%,$(basename $(notdir $(wildcard catalog/profiles/*.yml))))
@@ -120,7 +120,8 @@ gpu: ## all proofs on a CUDA machine; GPU_PYTHON needs torch, triton, vllm, pyte
 
 cpu-all: ## all results that need no GPU, one after another (root, lab)
 	@$(MAKE) --no-print-directory cpu-proofs && $(MAKE) --no-print-directory cpu-sizes && \
-	  $(MAKE) --no-print-directory cpu-seeing && $(MAKE) --no-print-directory cpu-models
+	  $(MAKE) --no-print-directory cpu-seeing && $(MAKE) --no-print-directory cpu-models && \
+	  $(MAKE) --no-print-directory cpu-tools
 
 ON_CPU = PYTHONPATH=$(CURDIR)/build/cpu/plugin:$(CURDIR):$(CURDIR)/files/contract:$(CURDIR)/files/checkpoint:$(CURDIR)/files/host \
 	VLLM_PLUGINS=spark $(PY) -m lab.engine run -m
@@ -144,6 +145,9 @@ cpu-seeing: cpu-plugin ## image recognition in vLLM's CPU build, with a trained 
 
 cpu-models: venv ## published models in a guest of the lab; writes to proofs/results/cpu (root)
 	RESULTS=write $(PY) -m pytest tests/host/test_plain_models.py
+
+cpu-tools: venv ## typed tool calls through chat templates and the engines' parsers; writes to proofs/results/cpu (root)
+	RESULTS=write $(PY) -m pytest tests/engine/test_tool_calls.py
 
 gpu-train: ## train the recall model again on a CUDA machine, minutes; writes to build/recall
 	@rm -rf build/recall

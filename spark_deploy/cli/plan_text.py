@@ -224,14 +224,15 @@ def _service_lines(plan: ServicePlan) -> Iterator[str]:
 
 
 def _engine_command(release: Release) -> str:
-    """Return the engine command with digests in place of long arguments."""
-    arguments = []
-    for argument in release.engine.argv:
-        if "\n" in argument or len(argument) >= _MAX_ARGUMENT_CHARACTERS:
-            digest = hashlib.sha256(argument.encode()).hexdigest()[:12]
-            argument = f"<{len(argument.splitlines())} lines, sha256 {digest}>"
-        arguments.append(argument)
-    return shlex.join(["vllm", "serve", *arguments])
+    return shlex.join(["vllm", "serve", *map(shorten_argument, release.engine.argv)])
+
+
+def shorten_argument(argument: str) -> str:
+    """Return the argument, or its digest if it is long."""
+    if "\n" not in argument and len(argument) < _MAX_ARGUMENT_CHARACTERS:
+        return argument
+    digest = hashlib.sha256(argument.encode()).hexdigest()[:12]
+    return f"<{len(argument.splitlines())} lines, sha256 {digest}>"
 
 
 def _source_text(source: SourcePlan) -> str:

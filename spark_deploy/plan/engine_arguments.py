@@ -153,6 +153,7 @@ def engine_options(model: Model, profile: Profile, memory: MemoryPlan) -> dict[s
         "reasoning-parser": model.parsers.reasoning,
         "enable-auto-tool-choice": True if model.parsers.tool_call else None,
         "tool-call-parser": model.parsers.tool_call,
+        "chat-template": model.fixed_template_text if profile.template_fixes else None,
         "speculative-config": _speculative_config(model, profile),
         **_adapter_options(model),
         **_extra_options(model, profile),

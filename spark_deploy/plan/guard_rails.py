@@ -21,6 +21,7 @@ from spark_deploy.config.settings.engine import (
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.plan.engine_arguments import extends_context, loads_unlisted_model
 from spark_deploy.plan.kv_cache import context_tokens, native_context_tokens
+from spark_deploy.plan.messages import parser_problems, template_problems
 from spark_deploy.plan.types import MemoryPlan
 
 _MAX_EXPERT_WIDTH = 1 << 20
@@ -257,7 +258,8 @@ def model_profile_problems(
         *_limit_problems(model, profile),
         *_multi_host_problems(model, profile, settings),
         *_architecture_problems(model, profile, settings, engines),
-        *_parser_problems(model, settings, engines),
+        *parser_problems(model, settings, engines),
+        *template_problems(model, settings),
     ]
 
 
@@ -311,19 +313,6 @@ def _architecture_problems(
     fix = f"use an image with {ENGINE_NAME} {others}" if others else "choose another repository"
     message = f"{ENGINE_NAME} {version} does not support the architecture {name}"
     yield Problem(f"model {model.name}", message, f"{fix}, or set engine.options.model-impl")
-
-
-def _parser_problems(model: Model, settings: Settings, engines: Engines) -> Iterator[Problem]:
-    version, engine = engines.for_image(settings.images.get(model.image.role, ""))
-    if engine is None:
-        return
-    parsers = {"tool_call": model.parsers.tool_call, "reasoning": model.parsers.reasoning}
-    for kind, parser in parsers.items():
-        listed = getattr(engine, kind)
-        if parser is not None and parser not in listed:
-            fix = suggest(parser, listed, "remove the parser; the text then stays unparsed")
-            message = f"{ENGINE_NAME} {version} has no parser {parser}"
-            yield Problem(f"model {model.name}: parsers.{kind}", message, fix)
 
 
 def role_problems(settings: Settings, catalog: Catalog) -> Iterator[Problem]:

@@ -146,11 +146,27 @@ def read_families() -> Families:
 def _read_model(name: str, files: _CatalogFiles) -> Model:
     label = f"catalog/models/{name}.yml"
     data = files.merged("models", name)
+    model: Model
     if data.get("kind") == "plain":
         schema = load_schema("plain_model", checkout=files.checkout)
-        return _validate(_CheckedPlain, data, schema, label, name=name)
-    schema = load_schema("model", checkout=files.checkout)
-    return _validate(_CheckedHybrid, data, schema, label, name=name)
+        model = _validate(_CheckedPlain, data, schema, label, name=name)
+    else:
+        schema = load_schema("model", checkout=files.checkout)
+        model = _validate(_CheckedHybrid, data, schema, label, name=name)
+    if model.fixed_template is None:
+        return model
+    text = _read_template(model.fixed_template, files.checkout, f"{label}: fixed_template")
+    return dataclasses.replace(model, fixed_template_text=text)
+
+
+def _read_template(name: str, checkout: Path, label: str) -> str:
+    folder = checkout / "catalog/templates"
+    try:
+        return (folder / f"{name}.jinja").read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        known = ", ".join(sorted(path.stem for path in folder.glob("*.jinja")))
+        message = f"catalog/templates/{name}.jinja does not exist"
+        raise CatalogError.single(label, message, f"known here: {known}") from error
 
 
 def _apply_model_changes(model: Model, profile: Profile, data: _Data, schema: Schema) -> Profile:

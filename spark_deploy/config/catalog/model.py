@@ -232,6 +232,10 @@ class AnyModel:
     summary: str = Field(max_length=100, description="One line about the model.")
     choose_when: str = Field(max_length=160, description="One line: when to choose it.")
     parsers: Parsers = Field(default_factory=Parsers)
+    fixed_template: CatalogName | None = None
+    """File of catalog/templates: the model's chat template with fixes, for profiles with
+    `template_fixes`."""
+    fixed_template_text: SkipJsonSchema[str | None] = None
     image: ModelImage = Field(default_factory=ModelImage)
     memory: ModelMemory = Field()
     check: ModelCheck = Field(default_factory=ModelCheck)

@@ -241,6 +241,8 @@ class Profile:
     prefix_caching: bool = False
     """Keep the KV cache of shared prompt prefixes."""
     vision: bool = Field(default=False, description="Keep the vision tower.")
+    template_fixes: bool = False
+    """Use the model's `fixed_template`, if it has one, instead of the checkpoint's template."""
     options: dict[str, Any] = Field(
         default_factory=dict, json_schema_extra={"propertyNames": OPTION_NAMES}
     )

@@ -324,6 +324,9 @@ class ServiceEngineSettings:
     chat_template: str | None = Field(default=None, min_length=1, examples=["templates/chat.jinja"])
     """Local file with a Jinja chat template, relative to the inventory's folder. Changing the file
     creates a new release."""
+    template_fixes: bool | None = None
+    """true: use this project's fixes of the model's chat template, if `chat_template` is not set;
+    false: use the checkpoint's template."""
     cpuset_cpus: str | None = Field(
         default=None,
         examples=["5-9,15-19"],

@@ -80,6 +80,7 @@ EXPERT = frozenset({
     "rollout.canary", "serve.max_body_mib", "serve.max_requests_per_s", "serve.start_timeout_s",
     "serve.drain_s", "serve.tls_certificate", "serve.tls_key", "serve.ca_dir", "serve.tls_names",
     "engine.options", "engine.environment", "engine.memory_fraction", "engine.chat_template",
+    "engine.template_fixes",
     "engine.draft_vocabulary_text", "engine.head", "checkpoint.layout", "checkpoint.keep_base",
     "cluster.subnet", "replicas.port", "fabric.networks", "fabric.interfaces", "fabric.mtu",
     "memory.total_gib", "memory.start_wait_s", "watch.stall_s",

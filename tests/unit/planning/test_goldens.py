@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from spark_deploy.cli.plan_text import plan_text
+from spark_deploy.cli.plan_text import plan_text, shorten_argument
 from spark_deploy.config.errors import PlanError
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.plan.host import plan_document
@@ -39,6 +39,8 @@ def plan_lines(model, profile):
     if isinstance(plan, PlanError):
         return tuple(f"refused: {line}" for p in plan.problems for line in str(p).splitlines())
     data = plan_document(plan)
+    engine = data["release"]["engine"]
+    engine["argv"] = list(map(shorten_argument, engine["argv"]))
     for part, repeated in (
         ("preflight", ("downloads", "image_bytes", "disk_needed_bytes")),
         ("checkpoint", ("base",)),

@@ -390,7 +390,7 @@ def test_rejects_parallel_size_that_is_not_an_integer(value):
 def test_users_can_override_a_planned_option_only_if_it_is_listed():
     options = engine_options(LARGE, V2, plan_memory(LARGE, V2, settings_of()))
     free = {"load-format", "reasoning-parser", "enable-auto-tool-choice", "tool-call-parser"}
-    free |= {"disable-access-log-for-endpoints"}
+    free |= {"disable-access-log-for-endpoints", "chat-template"}
     checked_by_rules = {"speculative-config", "kernel-config"}
     assert set(options) - set(OWNED_OPTIONS) == free | checked_by_rules
 

@@ -17,7 +17,7 @@ RESULTS = sorted(FOLDER.glob("[gc]pu/*.json"))
 GPU = FOLDER / "gpu"
 WHOLE = {
     "gpu-all": ("gpu", "gpu-times"),
-    "cpu-all": ("cpu-proofs", "cpu-sizes", "cpu-seeing", "cpu-models"),
+    "cpu-all": ("cpu-proofs", "cpu-sizes", "cpu-seeing", "cpu-models", "cpu-tools"),
 }
 """Make targets by the target that runs them all."""
 
