@@ -38,7 +38,7 @@ _MTP_BLOCKS = "mtp.layers"
 _INT8 = {"bits": 8, "group_size": 128, "sym": True, "data_type": "int"}
 _SIXTEEN_BITS = {"bits": 16, "data_type": "float"}
 # The engine treats keys of extra_config with such a character as regular expressions.
-_PATTERN_CHARACTERS = set(r"*+?^$()[]{}|\\")
+_PATTERN_CHARACTERS = frozenset(r"*+?^$()[]{}|\\")
 _REWRITTEN = frozenset({directory.CONFIG_NAME, directory.INDEX_NAME, directory.QUANTIZATION_NAME})
 _METADATA = {"format": "pt"}
 
