@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from spark_contract.records import CompileCache, Finding, Proof
-from spark_contract.release import MEMORY, READY, parse_service
+from spark_contract.release import READY, parse_service
 from spark_contract.tool import HostToolError
 from spark_host.engine import compile_cache
 from spark_host.records import boot, versions
@@ -72,7 +72,6 @@ def test_candidate_writes_only_to_its_copy_of_the_cache(caches):
 
 ANSWERED, SILENT = Finding(READY, True, "", 0.0), Finding(READY, False, "", 0.0)
 WRONG = Finding("arithmetic", False, "", 0.0)
-LOW_MEMORY = Finding(MEMORY, False, "", 0.0)
 
 
 @pytest.mark.parametrize(
@@ -115,19 +114,17 @@ def test_cache_that_a_power_cut_may_have_damaged_is_not_used_before_it_is_proven
     assert content(caches.prepare(PROVEN)) == FULL
 
 
-@pytest.mark.parametrize(
-    ("checks", "keeps"),
-    [((SILENT,), False), ((LOW_MEMORY, SILENT), True), ((ANSWERED, WRONG), True)],
-)
-def test_proven_release_that_did_not_become_ready_starts_with_another_cache(caches, checks, keeps):
-    caches.make_proven(CANDIDATE)
-    torn = caches.make_proven() / "nv/kernel"
-    torn.write_text("")
-    digest = caches.release(PROVEN).digest
-    result = Proof(PROVEN, digest, "1", "quick", False, "", checks, {}, {}, False, ())
-    caches.system.disk.write(caches.host.paths.proof(PROVEN), result)
+def test_compile_cache_is_written_to_disk_before_its_release_is_recorded(caches, monkeypatch):
     caches.prepare(PROVEN)
-    assert torn.read_text() == ("" if keeps else CANDIDATE)
+    known = []
+
+    def read_names():
+        known.append(boot.read_known_good("main", caches.system).names)
+
+    monkeypatch.setattr(boot.os, "sync", read_names)
+    boot.record_known_good(caches.release(PROVEN, KEY), caches.system)
+    assert known == [()]
+    assert boot.read_known_good("main", caches.system).names == (PROVEN,)
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,10 @@
 
 A cache is valid for a base image and a number of drafts (in the name of the parent folder) and for
 a driver (in the state file, which is written last). After a failed start, the next start continues
-with the cache, unless a check failed. A power cut can damage files that an engine has just written,
-so a boot ends the use of an unproven cache, and a proven release that does not become ready starts
-with another cache. Engines can write anything to these folders, so coreutils
-copy and remove the folders without following links.
+with the cache, unless a check failed. A power cut can damage files that an engine has just written:
+a proven cache was written to disk before it was recorded, and a boot ends the use of other caches.
+Engines can write anything to these folders, so coreutils copy and remove the folders without
+following links.
 """
 
 import os
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from spark_contract.machine import BOOT_ID
 from spark_contract.records import CompileCache
-from spark_contract.release import MEMORY, READY, Release
+from spark_contract.release import READY, Release
 from spark_contract.tool import COMPILING, PHASE
 
 from spark_host.records import boot, versions
@@ -38,13 +38,13 @@ def prepare(release: Release, host: Host, report: Report) -> None:
     driver = versions.read_or_unknown(versions.read_driver)
     proven = release.name in boot.read_known_good(release.service, host).names
     usable = _is_usable(release, driver, host)
-    if proven and usable and not _failed_to_load(release, host):
+    if proven and usable:  # a proven release keeps the cache
         return
     folder, state_file = host.paths.below(release.cache), host.paths.compile_cache(release.name)
     invocation_id = os.environ.get("INVOCATION_ID", "")
     state, boot_id = _read_state(release, host), Path(BOOT_ID).read_text().strip()
     # An unproven release continues with the cache of the earlier start, unless it was rejected.
-    if not proven and state and usable and not _is_rejected(release, state, boot_id, host):
+    if state and usable and not _is_rejected(release, state, boot_id, host):
         _write(state_file, replace(state, invocation_id=invocation_id), host, report)
         return
     host.disk.remove(state_file)
@@ -105,13 +105,6 @@ def _is_usable(release: Release, driver: str, host: Host) -> bool:
         return False
     folder = host.paths.below(release.cache)
     return folder.is_dir() and folder.lstat().st_uid == find_account(release.engine.user).pw_uid
-
-
-def _failed_to_load(release: Release, host: Host) -> bool:
-    """Return whether the last engine did not become ready, but had enough memory."""
-    result = boot.read_proof(release.name, host)
-    failed = [finding.name for finding in result.failed] if result else []
-    return READY in failed and MEMORY not in failed
 
 
 def _is_rejected(release: Release, state: CompileCache, boot_id: str, host: Host) -> bool:

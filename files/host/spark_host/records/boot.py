@@ -3,6 +3,7 @@
 A proof is the result of a release's last check, and is valid for one run of the unit.
 """
 
+import os
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -43,6 +44,8 @@ def record_known_good(release: Release, host: Host) -> None:
     before = read_known_good(release.service, host)
     earlier = tuple(name for name in dict.fromkeys(before.names) if name != release.name)
     record = KnownGoodReleases(release.name, earlier[:_MAX_PREVIOUS], host.clock.now())
+    if release.cache:  # nobody else writes the engine's files to disk
+        os.sync()
     try:
         host.disk.write(host.paths.known_good(release.service), record)
     except OSError:  # a full disk is harmless if the record already names this release
