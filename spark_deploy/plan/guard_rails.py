@@ -185,7 +185,7 @@ def _draft_config(profile: Profile, options: Mapping[str, Any]) -> Mapping[str, 
 
 def _unused_draft_settings(profile: Profile, settings: Settings) -> Iterator[str]:
     drafts = profile.speculation
-    for name in Speculation.__slots__:
+    for name in (*Speculation.__slots__, "drafter"):
         is_used = drafts and (name != "draft_vocabulary_text" or drafts.draft_vocabulary_tokens)
         if not is_used and getattr(settings.engine, name, None):
             yield f"engine.{name}"

@@ -218,20 +218,24 @@ def test_folder_of_ranked_tokens_depends_only_on_inputs(tmp_path, change, same):
         ({"cluster": ClusterSettings(hosts=("a", "b"))}, {"draft_vocabulary_text"}),
         ({"head": "int8-g128"}, {"draft_vocabulary_text"}),
         ({"draft_vocabulary_tokens": 0}, {"draft_vocabulary_text"}),
-        ({"drafts": 0}, {"draft_vocabulary_text", "draft_sample_method"}),
-        ({"profile": "base"}, {"draft_vocabulary_text", "draft_sample_method"}),
+        ({"drafts": 0}, {"draft_vocabulary_text", "draft_sample_method", "drafter"}),
+        ({"profile": "base"}, {"draft_vocabulary_text", "draft_sample_method", "drafter"}),
         ({}, set()),
     ],
 )
 def test_draft_settings_without_effect_cause_a_warning_that_names_them(changed, named):
     of_settings = {key: changed[key] for key in ("profile", "cluster") if key in changed}
     engine = {key: value for key, value in changed.items() if key not in of_settings}
-    texts = {"draft_vocabulary_text": "three words", "draft_sample_method": "greedy"}
+    draft_settings = {
+        "draft_vocabulary_text": "three words",
+        "draft_sample_method": "greedy",
+        "drafter": "int4-g128",
+    }
     settings = Settings(
-        engine=EngineSettings(**texts, **engine), **{"profile": "v3", **of_settings}
+        engine=EngineSettings(**draft_settings, **engine), **{"profile": "v3", **of_settings}
     )
     warnings = "".join(resolve(settings, SHIPPED).warnings)
-    assert {name for name in texts if f"engine.{name}" in warnings} == named
+    assert {name for name in draft_settings if f"engine.{name}" in warnings} == named
     assert ("draft-settings-without-effect" in warnings) is bool(named)
 
 
