@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(2400)
 
 @pytest.fixture(scope="module")
 def measured():
-    """Numbers by claim; a claim is added when its test passes."""
+    """Return measured numbers by claim; each test adds its claim after its last assertion."""
     claims = {}
     yield claims
     if os.environ.get("RESULTS") == "write":
