@@ -3,10 +3,12 @@
     python3 proofs/kernels/shared_experts.py --out RESULT.json
 
 A call runs the shared expert of 24 layers one after another, so that no weight stays in the L2
-cache; times are per layer, medians of CUDA-graph replays. Needs vLLM.
+cache; times are per layer, medians of CUDA-graph replays. The second table times the routed
+experts of eight layers, alone and with the shared expert as a 257th expert. Needs vLLM.
 """
 
 import argparse
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +26,7 @@ from timing import graph_us, read_gb_per_s  # noqa: E402
 
 HIDDEN, WIDTH, LAYERS, BLOCK = 3072, 1024, 24, 128
 BATCHES = (1, 2, 3, 4)
+EXPERTS, CHOSEN, EXPERT_LAYERS, GROUP = 256, 8, 8, 128
 Linear = Callable[[Any], Tensor]
 
 
@@ -134,6 +137,75 @@ def measure() -> dict[str, Any]:
     return results
 
 
+def random_experts(count: int) -> SimpleNamespace:
+    """Return INT4 experts in Marlin's layout, which random words are in any case."""
+
+    def words(inputs: int, outputs: int) -> Tensor:
+        shape = (count, inputs // 16, outputs * 2)
+        return torch.randint(-(1 << 31), (1 << 31) - 1, shape, dtype=torch.int32, device="cuda")
+
+    def scales(inputs: int, outputs: int) -> Tensor:
+        shape = (count, inputs // GROUP, outputs)
+        return (torch.rand(shape, device="cuda") + 0.5).bfloat16() * 0.004
+
+    return SimpleNamespace(
+        gate_up=words(HIDDEN, 2 * WIDTH),
+        down=words(WIDTH, HIDDEN),
+        gate_up_scales=scales(HIDDEN, 2 * WIDTH),
+        down_scales=scales(WIDTH, HIDDEN),
+    )
+
+
+def run_experts(x: Tensor, experts: SimpleNamespace, shares: Tensor, chosen: Tensor) -> Tensor:
+    from vllm.model_executor.layers.fused_moe.experts.marlin_moe import fused_marlin_moe
+    from vllm.scalar_type import scalar_types
+
+    e = experts
+    scales = (e.gate_up_scales, e.down_scales)
+    return fused_marlin_moe(
+        x, e.gate_up, e.down, None, None, *scales, shares, chosen, scalar_types.uint4b8.id
+    )
+
+
+def measure_one_call() -> dict[str, Any]:
+    """Time routed experts, routed and shared experts in one and in two calls; all INT4."""
+    torch.manual_seed(0)
+    layers = [random_experts(EXPERTS + 1) for _ in range(EXPERT_LAYERS)]
+    routed, shared = (
+        [SimpleNamespace(**{name: tensor[part] for name, tensor in vars(layer).items()})
+         for layer in layers]
+        for part in (slice(EXPERTS), slice(EXPERTS, None))
+    )  # fmt: skip
+    results: dict[str, Any] = {}
+    for batch in BATCHES:
+        x = torch.randn(batch, HIDDEN, device="cuda").bfloat16()
+        own, first = torch.full((batch, 1), 0.5, device="cuda"), torch.zeros(batch, 1).cuda().int()
+        calls: dict[str, list[tuple[Any, ...]]] = {"routed": [], "shared": [], "one call": []}
+        for layer, others, one in zip(layers, routed, shared, strict=True):
+            shares, ids = torch.randn(batch, EXPERTS, device="cuda").softmax(1).topk(CHOSEN)
+            calls["routed"].append((others, shares, ids.int()))
+            calls["shared"].append((one, own, first))
+            all_ids = torch.cat([ids.int(), first + EXPERTS], 1)
+            calls["one call"].append((layer, torch.cat([shares, own], 1), all_ids))
+
+        def run(way: str, x: Tensor = x, calls: dict[str, Any] = calls) -> list[Tensor]:
+            return [run_experts(x, *call) for call in calls[way]]
+
+        def two_calls(run: Callable[[str], list[Tensor]] = run) -> list[Tensor]:
+            return [a + b for a, b in zip(run("routed"), run("shared"), strict=True)]
+
+        errors = [
+            float((a.float() - b.float()).norm() / b.float().norm())
+            for a, b in zip(run("one call"), two_calls(), strict=True)
+        ]
+        works = {way: functools.partial(run, way) for way in calls} | {"two calls": two_calls}
+        results[str(batch)] = {
+            **{way: round(graph_us(work, 2) / EXPERT_LAYERS, 2) for way, work in works.items()},
+            "largest_difference": round(max(errors), 5),
+        }
+    return results
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
@@ -148,6 +220,10 @@ def main() -> None:
         "shape": {"hidden": HIDDEN, "width": WIDTH, "layers_in_turn": LAYERS},
         "read_gb_per_s": round(read_gb_per_s(1 << 32)),
         "us_per_layer": measure(),
+        "with_routed_experts": {
+            "shape": {"experts": EXPERTS, "chosen": CHOSEN, "layers_in_turn": EXPERT_LAYERS},
+            "us_per_layer": measure_one_call(),
+        },
         "rows": [],
     }
     write_result(arguments.out, document)

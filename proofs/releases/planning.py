@@ -50,6 +50,7 @@ WHOLE = (
     ("qwen3.5-35b", "v2", 2),
     (SLICE, "base", 0),
     (SLICE, "v2", 0),
+    (SLICE, "agent", 2),
 )
 """Model, profile and drafts of each engine of ``proofs.whole``, in the order to run."""
 

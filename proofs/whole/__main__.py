@@ -19,13 +19,14 @@ from proofs.engine.run import run_cases, visible_devices
 from proofs.judges.answers import attempt, judge_engines, row
 from proofs.result_files import describe_engines, print_rows, write_result
 from proofs.trees.build import names_of
+from proofs.whole import waiting
 from proofs.whole.cases import case_of
 from proofs.whole.trees import prepare
 
 PLANS = Path(__file__).resolve().parents[2] / "build" / "plans" / "whole.json"
 SPACE_BYTES = 50_000_000_000
 WEIGHTS_LIMIT, DISK_LIMIT = 0.03, 0.01
-ENGINE_LIMIT_S = 240
+ENGINE_LIMIT_S = 420
 CAVEATS = [
     "random weights: few drafts are accepted, so steps are compared instead of tokens/s",
     "CUDA graphs without torch.compile; files in memory, read without GPUDirect",
@@ -64,6 +65,8 @@ def judge(engine: Row, result: Row, names: set[str]) -> list[Row]:
     speeds = {key: round(read_bytes / steps[key] / 1e6) for key in ("step_ms", "gpu_ms")}
     add("decode steps", None, **steps, read_bytes=read_bytes, gb_per_s=speeds)
 
+    if "waiting" in result:
+        rows += waiting.judge(name, result["waiting"], cache["block_tokens"])
     if result["loads"]:
         read = {tensor for load in result["loads"] for tensor in load["read"]}
         language = {tensor for tensor in names if not tensor.startswith("model.visual.")}

@@ -12,6 +12,7 @@ NOT_OF_THE_ENGINE = (
     "reasoning_parser",
     "enable_auto_tool_choice",
     "tool_call_parser",
+    "chat_template",
     "uds",
 )
 

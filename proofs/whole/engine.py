@@ -22,6 +22,7 @@ from proofs.engine.case import (
     write_result,
 )
 from proofs.prompts import random_prompts
+from proofs.whole import waiting
 
 SKIPPED_STEPS, TIMED_STEPS = 20, 100
 FINITE_TOKENS = 64
@@ -159,6 +160,8 @@ def run(case: dict[str, Any], out: Path) -> dict[str, Any]:
     }
     del logits
     result["steps"] = time_steps(llm, times, case["context_tokens"])
+    if cache.enable_prefix_caching:
+        result["waiting"] = waiting.measure(llm)
     generate(llm, random_prompts([case["options"]["max_num_batched_tokens"]]), 1, True)
     free, total = torch.cuda.mem_get_info()
     return {**result, "used_bytes": total - free, "total_bytes": total}
