@@ -4,7 +4,7 @@ PY := .venv/bin/python
 PYTHON ?= python3
 PYTHONS ?= 3.10 3.11 3.12 3.13
 .DEFAULT_GOAL := help
-.PHONY: help venv test core-unit core-lab core-host core-faults check fmt unit pythons engine site editor clients recording host faults gpu-all gpu gpu-train gpu-times gpu-plans cpu-all cpu-plugin cpu-proofs cpu-sizes cpu-seeing cpu-models cpu-tools kernels backends demo demo-fast lab-up lab-down lab-purge lab-model plan docs golden lock-requirements advisories sbom checksums release
+.PHONY: help venv test core-unit core-lab core-host core-faults check fmt unit pythons engine site editor clients recording host faults gpu-all gpu gpu-repeats gpu-train gpu-times gpu-plans cpu-all cpu-plugin cpu-proofs cpu-sizes cpu-seeing cpu-models cpu-tools kernels backends demo demo-fast lab-up lab-down lab-purge lab-model plan docs golden lock-requirements advisories sbom checksums release
 
 # Profiles of Qwen3.8-Flash-Next do not fit the default model.
 PROFILES := $(filter-out flash-%,$(basename $(notdir $(wildcard catalog/profiles/*.yml))))
@@ -108,9 +108,9 @@ recording: venv ## record the animation at the top of the README in the lab (roo
 # One command for each kind of machine: `gpu-all` and `cpu-all` make every result file again but those
 # of the training, which `gpu-train` makes: other weights, which the others would then be judged by.
 SPARK_GPU_RESULTS ?= build/gpu-results
-gpu-all: ## all results that need a CUDA GPU: make gpu, then make gpu-times on an idle GPU (not make gpu-train)
+gpu-all: ## all results that need a CUDA GPU: make gpu and gpu-repeats, then gpu-times on an idle GPU (not gpu-train)
 	@SPARK_GPU_RESULTS=$(abspath $(SPARK_GPU_RESULTS)) $(MAKE) --no-print-directory gpu; held=$$?; \
-	  $(MAKE) --no-print-directory gpu-times && exit $$held
+	  $(MAKE) --no-print-directory gpu-repeats && $(MAKE) --no-print-directory gpu-times && exit $$held
 
 GPU_PYTHON ?= python3
 gpu: ## all proofs on a CUDA machine; GPU_PYTHON needs torch, triton, vllm, pytest and our plugin (proofs/README.md)
@@ -148,6 +148,9 @@ cpu-models: venv ## published models in a guest of the lab; writes to proofs/res
 
 cpu-tools: venv ## typed tool calls through chat templates and the engines' parsers; writes to proofs/results/cpu (root)
 	RESULTS=write $(PY) -m pytest tests/engine/test_tool_calls.py
+
+gpu-repeats: ## count wrong tokens of long conversations, several engines per GPU; writes to SPARK_GPU_RESULTS
+	$(GPU_PYTHON) -m proofs.recall.repeats --out $(SPARK_GPU_RESULTS)
 
 gpu-train: ## train the recall model again on a CUDA machine, minutes; writes to build/recall
 	@rm -rf build/recall

@@ -13,7 +13,18 @@ from typing import Any, NamedTuple
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 Row = dict[str, Any]
-QUESTION_KEYS = ("kind", "length", "depth", "client", "round", "place", "prompt", "tokens")
+QUESTION_KEYS = (
+    "kind",
+    "length",
+    "depth",
+    "client",
+    "round",
+    "place",
+    "prompt",
+    "tokens",
+    "logprobs",
+    "unlikely",
+)
 
 
 class Kind(NamedTuple):

@@ -14,6 +14,7 @@ import numpy as np
 from proofs.engine import case as engine_case
 from proofs.engine import quick
 from proofs.recall import language, sampling
+from proofs.recall.judge import COUNTS, unlikely_steps
 from proofs.recall.language import Context, Question
 
 FIRST_TURNS = (1504, 2336, 3008, 544, 4512, 7008)
@@ -199,6 +200,8 @@ WAYS: dict[str, Callable[..., None]] = {
 
 
 KEPT = 40
+SEEDS_OF_A_TALK = 100
+"""Conversations of one seed use about 60 of the following ones for their clients."""
 STEPS_KEPT = 6
 
 
@@ -264,11 +267,41 @@ def converse(llm: Any, seed: int, long: bool) -> list[dict[str, Any]]:
         for place, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
             row = judge_answer(answer, prompt.answer)
             row.pop("steps")
+            if unlikely := unlikely_steps(answer):
+                row["unlikely"] = unlikely
             about = {"round": number, "place": place, "client": prompt.client, "kind": prompt.kind}
             digest = hashlib.sha256(np.array(prompt.prompt).tobytes()).hexdigest()[:12]
             about |= {"length": len(prompt.prompt), "prompt": digest, "hits_so_far": hits}
             results.append({**about, **row})
     return results
+
+
+def repeat(llm: Any, seed: int, seconds: float) -> dict[str, Any]:
+    """Hold conversations of rising seeds until the time is over.
+
+    At temperature 0 every token must be the most likely one of its own step. If it is not, sampling
+    or the copy to the CPU is wrong; other wrong answers come from the logits.
+    """
+    ended = time.monotonic() + seconds
+    counts, suspect = dict.fromkeys(COUNTS, 0), []
+    while time.monotonic() < ended:
+        for number, prompts in enumerate(make_rounds(seed, long=True)):
+            lengths = [len(prompt.answer) for prompt in prompts]
+            answers = generate(llm, [prompt.prompt for prompt in prompts], lengths)
+            for place, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+                counts["answers"] += 1
+                counts["tokens"] += len(answer["tokens"])
+                wrong = answer["tokens"] != prompt.answer
+                counts["wrong"] += wrong
+                unlikely = unlikely_steps(answer)
+                if wrong or unlikely:
+                    about = {"seed": seed, "round": number, "place": place, "kind": prompt.kind}
+                    about |= {"client": prompt.client, "length": len(prompt.prompt)}
+                    about |= {"wanted": prompt.answer, "tokens": answer["tokens"]}
+                    suspect.append({**about, "unlikely": unlikely})
+        counts["talks"] += 1
+        seed += SEEDS_OF_A_TALK
+    return {**counts, "suspect": suspect}
 
 
 def with_draft_vocabulary(case: dict[str, Any], out: Path) -> dict[str, Any]:
@@ -308,6 +341,8 @@ def run(case: dict[str, Any], out: Path) -> dict[str, Any]:
         result["recall"] = recall(llm, case["recall"])
     if case.get("talks"):
         result["talks"] = converse(llm, case["talks"], bool(case.get("long")))
+    if case.get("repeat_s"):
+        result["repeated"] = repeat(llm, case["seed"], case["repeat_s"])
     result["counters"] = engine_case.read_counters(llm)
     if case.get("samples"):
         result |= sampling.sample(llm, case["samples"], case.get("cooler", 1.0))

@@ -40,6 +40,21 @@ def by_depth(rows: list[Row]) -> list[float | None]:
     return [share(quarter) for quarter in quarters]
 
 
+COUNTS = ("talks", "answers", "tokens", "wrong")
+ROUNDING = 1e-4
+
+
+def unlikely_steps(answer: Row) -> list[Row]:
+    """Return the steps whose token is not the most likely one, with the five most likely."""
+    found = []
+    for place, (token, step) in enumerate(zip(answer["tokens"], answer["steps"], strict=True)):
+        best = sorted(step.items(), key=lambda item: -item[1])[:5]
+        own = step.get(str(token))
+        if own is None or own < best[0][1] - ROUNDING:
+            found.append({"place": place, "token": token, "logprob": own, "best": dict(best)})
+    return found
+
+
 def divergence(first: dict[str, float], second: dict[str, float]) -> float:
     """Return KL(first || second) of two lists of best log-probabilities, in nats.
 

@@ -22,11 +22,11 @@ CAVEATS = [
 
 
 def run_cases(
-    wanted: list[dict[str, Any]], trees: Path, work: Path, at_once: int
+    wanted: list[dict[str, Any]], trees: Path, work: Path, at_once: int, limit_s: float = 400
 ) -> dict[str, dict[str, Any]]:
     engine_run.run_cases(
         wanted, trees, work,
-        at_once=at_once, limit_s=400, module="proofs.recall.engine", resume=True,
+        at_once=at_once, limit_s=limit_s, module="proofs.recall.engine", resume=True,
     )  # fmt: skip
     return {case["name"]: read(case, work) for case in wanted}
 

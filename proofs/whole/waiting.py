@@ -5,7 +5,6 @@ import statistics
 import time
 from typing import Any
 
-from proofs.engine.case import to_request
 from proofs.judges.answers import row
 from proofs.prompts import random_prompts
 
@@ -40,10 +39,10 @@ def _sampling(tokens: int) -> Any:
 
 def _beside_long_prompt(engine: Any, running: list[int], long: list[int]) -> dict[str, Any]:
     """Return the gaps between a request's tokens until another request's first token."""
-    engine.add_request("running", to_request(running), _sampling(MANY))
+    engine.add_request("running", {"prompt_token_ids": running}, _sampling(MANY))
     for _ in range(STEPS_BEFORE):
         engine.step()
-    engine.add_request("long", to_request(long), _sampling(1))
+    engine.add_request("long", {"prompt_token_ids": long}, _sampling(1))
     arrivals, outputs = [time.perf_counter()], set()
     while "long" not in outputs:
         outputs = {output.request_id for output in engine.step()}
@@ -64,7 +63,7 @@ def _beside_long_prompt(engine: Any, running: list[int], long: list[int]) -> dic
 
 def _first_token(llm: Any, prompt: list[int]) -> tuple[dict[str, Any], list[int]]:
     engine = llm.llm_engine
-    engine.add_request("turn", to_request(prompt), _sampling(ANSWER_TOKENS))
+    engine.add_request("turn", {"prompt_token_ids": prompt}, _sampling(ANSWER_TOKENS))
     begin, first_s, last = time.perf_counter(), 0.0, None
     while engine.has_unfinished_requests():
         for output in engine.step():

@@ -16,7 +16,7 @@ FOLDER = CHECKOUT / "proofs/results"
 RESULTS = sorted(FOLDER.glob("[gc]pu/*.json"))
 GPU = FOLDER / "gpu"
 WHOLE = {
-    "gpu-all": ("gpu", "gpu-times"),
+    "gpu-all": ("gpu", "gpu-repeats", "gpu-times"),
     "cpu-all": ("cpu-proofs", "cpu-sizes", "cpu-seeing", "cpu-models", "cpu-tools"),
 }
 """Make targets by the target that runs them all."""

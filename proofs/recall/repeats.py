@@ -1,0 +1,96 @@
+"""Count wrong tokens of conversations on busy GPUs: with caching, drafts, both, and neither.
+
+    python3 -m proofs.recall.repeats --out DIR [--seconds 240] [--engines-per-gpu 8]
+
+Each engine repeats conversations until its time is over. Several engines per GPU delay it, and
+races between the host and a late GPU show.
+"""
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from proofs.engine.cases import graphs, mtp
+from proofs.engine.run import visible_devices
+from proofs.judges.answers import judge_engines, row
+from proofs.recall import trees
+from proofs.recall.cases import CACHE, FULL, NO_ASYNC, TALKING, case
+from proofs.recall.judge import COUNTS
+from proofs.recall.run import CAVEATS, run_cases
+from proofs.result_files import print_rows, write_result
+
+FIRST_SEED = 1_000_000
+DRAFTS = mtp(2)
+WAYS: dict[str, dict[str, Any]] = {
+    "both": {**CACHE, **DRAFTS},
+    "both-no-async": {**CACHE, **DRAFTS, **NO_ASYNC},
+    "cache": CACHE,
+    "drafts": DRAFTS,
+    "neither": {},
+}
+SHARES = ("both", "both", "both", "both-no-async", "cache", "drafts", "neither", "both-no-async")
+"""The way of each engine, repeated for more engines."""
+
+
+def list_cases(engines: int, seconds: float) -> list[dict[str, Any]]:
+    return [
+        case(
+            f"repeat-{way}-{number}",
+            options={**TALKING, **graphs(FULL), **WAYS[way]},
+            repeat_s=seconds,
+            seed=FIRST_SEED + 10_000 * number,
+        )
+        for number in range(engines)
+        for way in [SHARES[number % len(SHARES)]]
+    ]
+
+
+def judge(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    rows = []
+    for way in WAYS:
+        names = [
+            name
+            for name, result in results.items()
+            if name.rpartition("-")[0] == f"repeat-{way}" and result.get("repeated")
+        ]
+        runs = [results[name]["repeated"] for name in names]
+        if not runs:
+            continue
+        suspect = [answer for run in runs for answer in run["suspect"]]
+        unlikely = sum(len(answer["unlikely"]) for answer in suspect)
+        numbers = {key: sum(run[key] for run in runs) for key in COUNTS}
+        claim = f"{way}: every token is the most likely one of its step"
+        numbers |= {"engines": len(runs), "unlikely_tokens": unlikely, "suspect": suspect[:20]}
+        rows.append(row(claim, not unlikely, names, **numbers))
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=240)
+    parser.add_argument("--engines-per-gpu", type=int, default=8)
+    chosen = parser.parse_args()
+    engines = chosen.engines_per_gpu * len(visible_devices())
+    from proofs import stages
+
+    with tempfile.TemporaryDirectory() as folder:
+        made, work = Path(folder) / "trees", Path(folder) / "work"
+        trees.make(trees.read_weights(trees.HERE), made)
+        limit_s = chosen.seconds + 300
+        results = run_cases(list_cases(engines, chosen.seconds), made, work, engines, limit_s)
+        rows = judge_engines(results, judge, results)
+    document = {
+        **stages.environment(),
+        "caveats": CAVEATS,
+        "engines_per_gpu": chosen.engines_per_gpu,
+        "seconds": chosen.seconds,
+        "rows": rows,
+    }
+    write_result(chosen.out / "recall-repeats.json", document)
+    print_rows(rows)
+
+
+if __name__ == "__main__":
+    main()

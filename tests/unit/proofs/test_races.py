@@ -1,0 +1,69 @@
+"""Tokens that sampling or the copy to the CPU got wrong, and requests that wait for others."""
+
+import copy
+
+import pytest
+
+from proofs.recall import repeats
+from proofs.recall.judge import unlikely_steps
+from proofs.whole import waiting
+
+BLOCK_TOKENS = 2112
+MEASURED = {
+    "beside": {
+        "limited": {"answers": 16, "longest_gap_s": 0.06, "long_prompt_s": 0.6},
+        "unlimited": {"answers": 7, "longest_gap_s": 0.2, "long_prompt_s": 0.6},
+    },
+    "turns": {
+        "first": {"cached_tokens": 0, "first_token_s": 0.6},
+        "later": {"cached_tokens": 29_568, "first_token_s": 0.13},
+        "without cache": {"cached_tokens": 0, "first_token_s": 0.52},
+    },
+}
+
+
+def answer(token, likely=274):
+    return {"tokens": [token], "steps": [{str(likely): -0.01, "275": -7.0, "3": -7.0001}]}
+
+
+def test_token_other_than_the_most_likely_one_is_reported_with_both_probabilities():
+    assert unlikely_steps(answer(274)) == []
+    [step] = unlikely_steps(answer(275))
+    assert (step["token"], step["logprob"], step["best"]["274"]) == (275, -7.0, -0.01)
+    assert unlikely_steps(answer(400))[0]["logprob"] is None
+
+
+def test_equally_likely_tokens_are_not_reported():
+    assert unlikely_steps(answer(3, likely=275)) == []
+
+
+@pytest.mark.parametrize(("token", "passed"), [(274, True), (275, False)])
+def test_wrong_token_of_an_engine_fails_only_its_settings(token, passed):
+    unlikely = unlikely_steps(answer(token))
+    run = {"talks": 1, "answers": 73, "tokens": 1675, "wrong": 0}
+    results = {
+        "repeat-both-0": {"repeated": {**run, "suspect": []}},
+        "repeat-both-7": {"repeated": {**run, "suspect": [{"unlikely": unlikely}]}},
+        "repeat-cache-4": {"repeated": {**run, "suspect": []}},
+    }
+    rows = {row["claim"].partition(":")[0]: row for row in repeats.judge(results)}
+    assert [rows["both"]["passed"], rows["cache"]["passed"]] == [passed, True]
+    assert rows["both"]["numbers"]["answers"] == 146
+    assert rows["both"]["cases"] == ["repeat-both-0", "repeat-both-7"]
+
+
+def verdicts(measured):
+    return [row["passed"] for row in waiting.judge("agent", measured, BLOCK_TOKENS)]
+
+
+def test_engine_that_ignores_the_limit_for_long_prompts_fails():
+    assert verdicts(MEASURED) == [True, True]
+    measured = copy.deepcopy(MEASURED)
+    measured["beside"]["limited"]["answers"] = 7
+    assert verdicts(measured) == [False, True]
+
+
+def test_later_turn_that_computes_the_whole_prompt_fails():
+    measured = copy.deepcopy(MEASURED)
+    measured["turns"]["later"]["cached_tokens"] = 0
+    assert verdicts(measured) == [True, False]
