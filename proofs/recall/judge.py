@@ -45,12 +45,12 @@ ROUNDING = 1e-4
 
 
 def unlikely_steps(answer: Row) -> list[Row]:
-    """Return the steps whose token is not the most likely one, with the five most likely."""
+    """Return the steps whose token is not the most likely one or NaN, with the five most likely."""
     found = []
     for place, (token, step) in enumerate(zip(answer["tokens"], answer["steps"], strict=True)):
         best = sorted(step.items(), key=lambda item: -item[1])[:5]
-        own = step.get(str(token))
-        if own is None or own < best[0][1] - ROUNDING:
+        own = step.get(str(token), -math.inf)
+        if math.isnan(sum(step.values())) or own < best[0][1] - ROUNDING:
             found.append({"place": place, "token": token, "logprob": own, "best": dict(best)})
     return found
 
@@ -73,6 +73,12 @@ def divergence(first: dict[str, float], second: dict[str, float]) -> float:
     return max(total, 0.0)
 
 
+def change(first: float, second: float) -> float:
+    """Return how much a log-probability changes; NaN is an infinite change."""
+    difference = abs(first - second)
+    return math.inf if math.isnan(difference) else difference
+
+
 def divergences(reference: list[Row], rows: list[Row]) -> dict[str, Any]:
     """Compare distributions step by step, up to the first different token.
 
@@ -86,7 +92,7 @@ def divergences(reference: list[Row], rows: list[Row]) -> dict[str, Any]:
             if expected["tokens"][:place] != computed["tokens"][:place]:
                 break
             (later if place else first).append(divergence(a, b))
-            moved = max(moved, abs(expected["logprobs"][place] - computed["logprobs"][place]))
+            moved = max(moved, change(expected["logprobs"][place], computed["logprobs"][place]))
     return {
         "first": _spread(first),
         "later": _spread(later),

@@ -20,6 +20,7 @@ from proofs.recall.judge import (
     Row,
     acceptance_by_place,
     answers_of,
+    change,
     divergences,
     looked_up,
     noise_row,
@@ -132,7 +133,7 @@ def moved_at_most(pairs: list[tuple[Row, Row]]) -> float:
             strict=True,
         )
         for a, b, first, second in steps:
-            most = max(most, abs(first - second))
+            most = max(most, change(first, second))
             if a != b:
                 break
     return round(most, 4)

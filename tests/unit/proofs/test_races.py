@@ -1,11 +1,13 @@
 """Tokens that sampling or the copy to the CPU got wrong, and requests that wait for others."""
 
 import copy
+import math
 
 import pytest
 
 from proofs.recall import repeats
 from proofs.recall.judge import unlikely_steps
+from proofs.recall.verdicts import moved_at_most
 from proofs.whole import waiting
 
 BLOCK_TOKENS = 2112
@@ -30,7 +32,14 @@ def test_token_other_than_the_most_likely_one_is_reported_with_both_probabilitie
     assert unlikely_steps(answer(274)) == []
     [step] = unlikely_steps(answer(275))
     assert (step["token"], step["logprob"], step["best"]["274"]) == (275, -7.0, -0.01)
-    assert unlikely_steps(answer(400))[0]["logprob"] is None
+    assert unlikely_steps(answer(400))[0]["logprob"] == -math.inf
+
+
+def test_nan_is_reported_and_counts_as_a_change():
+    nan = {"tokens": [275], "steps": [{"275": math.nan, "274": math.nan}]}
+    assert len(unlikely_steps(nan)) == 1
+    pair = ({"tokens": [275], "logprobs": [math.nan]}, {"tokens": [274], "logprobs": [-0.01]})
+    assert moved_at_most([pair]) == math.inf
 
 
 def test_equally_likely_tokens_are_not_reported():
