@@ -110,7 +110,8 @@ recording: venv ## record the animation at the top of the README in the lab (roo
 SPARK_GPU_RESULTS ?= build/gpu-results
 gpu-all: ## all results that need a CUDA GPU: make gpu and gpu-repeats, then gpu-times on an idle GPU (not gpu-train)
 	@SPARK_GPU_RESULTS=$(abspath $(SPARK_GPU_RESULTS)) $(MAKE) --no-print-directory gpu; held=$$?; \
-	  $(MAKE) --no-print-directory gpu-repeats && $(MAKE) --no-print-directory gpu-times && exit $$held
+	  $(MAKE) --no-print-directory gpu-repeats; repeated=$$?; \
+	  $(MAKE) --no-print-directory gpu-times && exit $$((held + repeated))
 
 GPU_PYTHON ?= python3
 gpu: ## all proofs on a CUDA machine; GPU_PYTHON needs torch, triton, vllm, pytest and our plugin (proofs/README.md)

@@ -1,5 +1,6 @@
 """Rows of result files, and the comparison of greedy answers."""
 
+import math
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,12 @@ def row(claim: str, passed: bool | None, cases: list[str], **numbers: Any) -> Ro
 def failed_start(name: str, result: Row) -> Row:
     error = str(result.get("error", [""])[0]).partition("\n")[0][:400]
     return row(f"{name}: runs and is judged", False, [name], state=result["state"], error=error)
+
+
+def change(first: float, second: float) -> float:
+    """Return how much a log-probability changes; NaN is an infinite change."""
+    difference = abs(first - second)
+    return math.inf if math.isnan(difference) else difference
 
 
 def attempt(name: str, judge: Callable[..., Row], *arguments: Any, **named: Any) -> Row:
@@ -63,7 +70,7 @@ def compare_answers(reference: Row, result: Row) -> dict[str, Any]:
                 divergences += 1
                 margins.append(min(first["margins"][place], second["margins"][place]))
                 break
-            noise = max(noise, abs(first["logprobs"][place] - second["logprobs"][place]))
+            noise = max(noise, change(first["logprobs"][place], second["logprobs"][place]))
     return {
         "answers": len(reference["answers"]),
         "diverged": divergences,

@@ -4,7 +4,7 @@ from itertools import combinations, product, zip_longest
 from typing import Any, NamedTuple
 
 from proofs.engine.profile_cases import COMPILED, EAGER, SHAPES, TWINS, reruns
-from proofs.judges.answers import Row, attempt, cache_hits, row
+from proofs.judges.answers import Row, attempt, cache_hits, change, row
 
 Results = dict[str, Row]
 Pair = tuple[str, str]
@@ -118,8 +118,8 @@ def compare_words(first_run: Row, second_run: Row) -> Iterator[Word]:
                     )
                     yield Word(turn, talk, place, 0.0, margin)
                     break
-                change = abs(x["logprobs"][place] - y["logprobs"][place])
-                yield Word(turn, talk, place, change, None)
+                moved = change(x["logprobs"][place], y["logprobs"][place])
+                yield Word(turn, talk, place, moved, None)
             if x["tokens"] != y["tokens"]:
                 break  # the next prompts differ
 

@@ -138,7 +138,7 @@ def measure() -> dict[str, Any]:
 
 
 def random_experts(count: int) -> SimpleNamespace:
-    """Return INT4 experts in Marlin's layout, which random words are in any case."""
+    """Return INT4 experts in Marlin's layout; random words are valid weights."""
 
     def words(inputs: int, outputs: int) -> Tensor:
         shape = (count, inputs // 16, outputs * 2)

@@ -279,8 +279,8 @@ def converse(llm: Any, seed: int, long: bool) -> list[dict[str, Any]]:
 def repeat(llm: Any, seed: int, seconds: float) -> dict[str, Any]:
     """Hold conversations of rising seeds until the time is over.
 
-    At temperature 0 every token must be the most likely one of its own step. If it is not, sampling
-    or the copy to the CPU is wrong; other wrong answers come from the logits.
+    At temperature 0 every token must be the most likely one of its own step. If it is not, the
+    token or its log-probabilities were computed or copied wrongly.
     """
     ended = time.monotonic() + seconds
     counts, suspect = dict.fromkeys(COUNTS, 0), []

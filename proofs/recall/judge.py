@@ -1,7 +1,7 @@
 import math
 from typing import Any
 
-from proofs.judges.answers import acceptance, row
+from proofs.judges.answers import acceptance, change, row
 
 Row = dict[str, Any]
 Results = dict[str, dict[str, Any]]
@@ -45,7 +45,7 @@ ROUNDING = 1e-4
 
 
 def unlikely_steps(answer: Row) -> list[Row]:
-    """Return the steps whose token is not the most likely one or NaN, with the five most likely."""
+    """Return the steps with NaN or a token that is not the most likely, with the best five."""
     found = []
     for place, (token, step) in enumerate(zip(answer["tokens"], answer["steps"], strict=True)):
         best = sorted(step.items(), key=lambda item: -item[1])[:5]
@@ -71,12 +71,6 @@ def divergence(first: dict[str, float], second: dict[str, float]) -> float:
     if rest_first > floor:
         total += rest_first * math.log(rest_first / rest_second)
     return max(total, 0.0)
-
-
-def change(first: float, second: float) -> float:
-    """Return how much a log-probability changes; NaN is an infinite change."""
-    difference = abs(first - second)
-    return math.inf if math.isnan(difference) else difference
 
 
 def divergences(reference: list[Row], rows: list[Row]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ the same judge.
 from collections.abc import Callable
 from typing import Any
 
-from proofs.judges.answers import acceptance, failed_start, row
+from proofs.judges.answers import acceptance, change, failed_start, row
 from proofs.recall import sampling
 from proofs.recall.judge import (
     CLEAR,
@@ -20,7 +20,6 @@ from proofs.recall.judge import (
     Row,
     acceptance_by_place,
     answers_of,
-    change,
     divergences,
     looked_up,
     noise_row,
@@ -91,6 +90,7 @@ def _talk_row(name: str, result: dict[str, Any], plain_engine: str, plain: list[
             claim = f"{name}: the model gives {1 - UNKNOWN:.0%} right answers"
             passed = figures["wrong"] <= UNKNOWN * len(rows)
         passed &= (figures["tokens_found_in_cache"] > 0) == caching
+        passed &= not any(answer.get("unlikely") for answer in rows)
     return row(
         claim,
         passed,

@@ -42,8 +42,8 @@ def _beside_long_prompt(engine: Any, running: list[int], long: list[int]) -> dic
     engine.add_request("running", {"prompt_token_ids": running}, _sampling(MANY))
     for _ in range(STEPS_BEFORE):
         engine.step()
-    engine.add_request("long", {"prompt_token_ids": long}, _sampling(1))
     arrivals, outputs = [time.perf_counter()], set()
+    engine.add_request("long", {"prompt_token_ids": long}, _sampling(1))
     while "long" not in outputs:
         outputs = {output.request_id for output in engine.step()}
         if "running" in outputs:
@@ -63,8 +63,8 @@ def _beside_long_prompt(engine: Any, running: list[int], long: list[int]) -> dic
 
 def _first_token(llm: Any, prompt: list[int]) -> tuple[dict[str, Any], list[int]]:
     engine = llm.llm_engine
-    engine.add_request("turn", {"prompt_token_ids": prompt}, _sampling(ANSWER_TOKENS))
     begin, first_s, last = time.perf_counter(), 0.0, None
+    engine.add_request("turn", {"prompt_token_ids": prompt}, _sampling(ANSWER_TOKENS))
     while engine.has_unfinished_requests():
         for output in engine.step():
             first_s, last = first_s or time.perf_counter() - begin, output

@@ -19,7 +19,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     reason = _missing()
     # The longest start first, so that parallel workers end at about the same time.
-    items.sort(key=lambda item: not any(text in item.nodeid for text in LONGEST))
+    own = f"{here.parent.name}/{here.name}/"
+    items.sort(key=lambda i: not (own in i.nodeid and any(text in i.nodeid for text in LONGEST)))
     for item in items:
         if here in Path(item.path).parents:
             item.add_marker(pytest.mark.gpu)
