@@ -277,10 +277,10 @@ def converse(llm: Any, seed: int, long: bool) -> list[dict[str, Any]]:
 
 
 def repeat(llm: Any, seed: int, seconds: float) -> dict[str, Any]:
-    """Hold conversations of rising seeds until the time is over.
+    """Repeat conversations with new seeds for ``seconds``; return counts and suspect answers.
 
-    At temperature 0 every token must be the most likely one of its own step. If it is not, the
-    token or its log-probabilities were computed or copied wrongly.
+    At temperature 0 each token must be the most likely of its step. Otherwise the token or the
+    log-probabilities were computed or copied incorrectly.
     """
     ended = time.monotonic() + seconds
     counts, suspect = dict.fromkeys(COUNTS, 0), []
