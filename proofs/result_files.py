@@ -23,6 +23,7 @@ QUESTION_KEYS = (
     "prompt",
     "tokens",
     "logprobs",
+    "gaps",
     "unlikely",
 )
 

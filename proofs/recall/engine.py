@@ -235,8 +235,13 @@ def judge_answer(answer: dict[str, Any], wanted: list[int]) -> dict[str, Any]:
         "right": answer["tokens"] == wanted,
         "tokens": answer["tokens"],
         "logprobs": [round(value, 4) for value in right],
+        "gaps": [round(best - second, 4) for best, second in map(best_two, answer["steps"])],
         "steps": answer["steps"][:STEPS_KEPT],
     }
+
+
+def best_two(step: dict[str, float]) -> list[float]:
+    return sorted(step.values())[:-3:-1]
 
 
 def recall(llm: Any, lengths: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:

@@ -5,7 +5,9 @@ from proofs.judges.answers import acceptance, change, row
 
 Row = dict[str, Any]
 Results = dict[str, dict[str, Any]]
-CLEAR, DOUBT = math.log(1 / 2), math.log(1 / 3)
+CLEAR = math.log(1 / 2)
+TIE = math.log(2)
+"""Rounding may decide between tokens whose log-probabilities differ by less."""
 
 PARTS = 4
 

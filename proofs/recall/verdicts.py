@@ -11,11 +11,10 @@ from typing import Any
 from proofs.judges.answers import acceptance, change, failed_start, row
 from proofs.recall import sampling
 from proofs.recall.judge import (
-    CLEAR,
-    DOUBT,
     ENOUGH,
     KNOWN,
     LOST,
+    TIE,
     Results,
     Row,
     acceptance_by_place,
@@ -42,8 +41,7 @@ UNKNOWN = 0.1
 def judge_talks(results: Results, plain_name: str) -> list[Row]:
     """Judge conversations with prefix caching and drafts against an engine without both.
 
-    Answers may differ only if the right token has at least a third of the probability but is not
-    the best. Questions that the reference answers wrongly must stay wrong.
+    Answers may differ only where both engines have a tie.
     """
     rows = []
     for name, result in results.items():
@@ -76,16 +74,13 @@ def _talk_row(name: str, result: dict[str, Any], plain_engine: str, plain: list[
     ]
     different, outside = count_differences(pairs)
     figures = talk_figures(result)
-    doubtful = sum(in_doubt(answer) for answer in rows if not answer["right"])
     caching = bool(result["case"]["options"].get("enable_prefix_caching"))
-    surely_wrong = figures["wrong"] - doubtful
-    in_plain = sum(not answer["right"] and not in_doubt(answer) for answer in plain)
     if "damage" in name:
         claim = f"{name}: the damage is detected"
-        passed = surely_wrong > in_plain
+        passed = outside > 0
     else:
         claim = f"{name}: every answer token for token as without cache and drafts"
-        passed = surely_wrong <= in_plain and not outside and len(pairs) == len(rows)
+        passed = not outside and len(pairs) == len(rows)
         if name == plain_engine:
             claim = f"{name}: the model gives {1 - UNKNOWN:.0%} right answers"
             passed = figures["wrong"] <= UNKNOWN * len(rows)
@@ -96,9 +91,8 @@ def _talk_row(name: str, result: dict[str, Any], plain_engine: str, plain: list[
         passed,
         [name, plain_engine],
         **figures,
-        wrong_where_the_model_doubts=doubtful,
         other_than_plain=different,
-        other_outside_doubt=outside,
+        other_outside_ties=outside,
         compared=len(pairs),
         right_token_moved_at_most=moved_at_most(pairs),
         wrong_rounds=sorted({answer["round"] for answer in rows if not answer["right"]}),
@@ -109,16 +103,17 @@ def _talk_row(name: str, result: dict[str, Any], plain_engine: str, plain: list[
     )
 
 
-def in_doubt(row: Row) -> bool:
-    """Return whether the first unclear step gives the right token at least a third."""
-    unclear = [value for value in row["logprobs"] if value < CLEAR]
-    return bool(unclear) and unclear[0] >= DOUBT
-
-
 def count_differences(pairs: list[tuple[Row, Row]]) -> tuple[int, int]:
-    """Return how many answers differ, and how many of them where neither engine is in doubt."""
+    """Return how many answers differ, and how many of them outside ties."""
     different = [pair for pair in pairs if pair[0]["tokens"] != pair[1]["tokens"]]
-    return len(different), sum(not any(map(in_doubt, pair)) for pair in different)
+    return len(different), sum(not _is_tie(*pair) for pair in different)
+
+
+def _is_tie(first: Row, second: Row) -> bool:
+    """Return whether both engines have a tie at the first different token."""
+    tokens = zip(first["tokens"], second["tokens"], strict=True)
+    place = next(place for place, (a, b) in enumerate(tokens) if a != b)
+    return all(answer["gaps"][place] < TIE for answer in (first, second))
 
 
 def moved_at_most(pairs: list[tuple[Row, Row]]) -> float:
@@ -284,7 +279,7 @@ def _three_bits_row(results: Results, name: str, base: list[Row]) -> Row:
 def judge_wide(results: Results, reference: dict[str, Any]) -> list[Row]:
     """Judge answers at the longest context, and that concurrent equal sequential answers.
 
-    As in conversations, answers may differ where an engine is in doubt. With 4-bit keys, which no
+    As in conversations, answers may differ at ties. With 4-bit keys, which no
     profile uses, differences are recorded without a verdict.
     """
     base, result_rows = answers_of(results, "wide-16bit"), []
@@ -308,7 +303,7 @@ def judge_wide(results: Results, reference: dict[str, Any]) -> list[Row]:
                     None if complete and WITHOUT_VERDICT in name else complete and not outside,
                     [name, twin],
                     different=different,
-                    different_outside_doubt=outside,
+                    different_outside_ties=outside,
                     divergence=divergences(other, rows),
                 )
             )

@@ -1,4 +1,4 @@
-"""Judges of engines: none may pass because an engine is missing, or differs without doubt."""
+"""Judges of engines: none may pass because an engine is missing, or differs outside ties."""
 
 import json
 import math
@@ -43,9 +43,12 @@ def test_display_only_comparison_fails_if_its_engine_is_missing():
     assert show(row("a: ran", False, ["a"], state="died"), "shown")["passed"] is False
 
 
-def answer(token, probability):
+def answer(token, right, other=None):
+    """Return the answer of an engine that gives these probabilities to tokens 1 and 2."""
+    logprobs = [math.log(right), math.log(other or 1 - right)]
     return {"length": 32, "kind": "record", "depth": 0.5, "right": token == 1, "tokens": [token],
-            "logprobs": [math.log(probability)], "steps": [{str(token): 0.0}]}  # fmt: skip
+            "logprobs": logprobs[:1], "gaps": [abs(logprobs[0] - logprobs[1])],
+            "steps": [{"1": logprobs[0], "2": logprobs[1]}]}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -53,11 +56,14 @@ def answer(token, probability):
     [
         ((1, 0.9), (1, 0.8), True),
         ((1, 0.6), (2, 0.4), True),
+        ((1, 0.22, 0.21), (2, 0.21, 0.26), True),  # no token has a third of the probability
+        ((1, 0.9), (2, 0.4), False),  # a tie only with the other requests
+        ((1, 0.3), (2, 0.45), False),
         ((1, 0.9), (2, 0.1), False),
         ((1, 0.9), None, False),
     ],
 )
-def test_concurrent_answers_differ_from_sequential_ones_only_on_near_ties(alone, together, passed):
+def test_concurrent_answers_differ_from_sequential_ones_only_at_ties(alone, together, passed):
     results = {"wide-a-alone": {**RAN, "recall": [answer(*alone)]}, "wide-a": RAN}
     if together:
         results["wide-a"] = {**RAN, "recall": [answer(*together)]}
