@@ -296,10 +296,8 @@ def repeat(llm: Any, seed: int, seconds: float) -> dict[str, Any]:
             for place, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
                 counts["answers"] += 1
                 counts["tokens"] += len(answer["tokens"])
-                wrong = answer["tokens"] != prompt.answer
-                counts["wrong"] += wrong
-                unlikely = unlikely_steps(answer)
-                if wrong or unlikely:
+                counts["wrong"] += answer["tokens"] != prompt.answer
+                if unlikely := unlikely_steps(answer):
                     about = {"seed": seed, "round": number, "place": place, "kind": prompt.kind}
                     about |= {"client": prompt.client, "length": len(prompt.prompt)}
                     about |= {"wanted": prompt.answer, "tokens": answer["tokens"]}

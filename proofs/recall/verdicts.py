@@ -72,7 +72,8 @@ def _talk_row(name: str, result: dict[str, Any], plain_engine: str, plain: list[
     pairs = [
         (answer, expected[_turn_of(answer)]) for answer in rows if _turn_of(answer) in expected
     ]
-    different, outside = count_differences(pairs)
+    different, ties = find_differences(pairs)
+    outside = different - len(ties)
     figures = talk_figures(result)
     caching = bool(result["case"]["options"].get("enable_prefix_caching"))
     if "damage" in name:
@@ -92,6 +93,7 @@ def _talk_row(name: str, result: dict[str, Any], plain_engine: str, plain: list[
         [name, plain_engine],
         **figures,
         other_than_plain=different,
+        gaps_at_ties=ties,
         other_outside_ties=outside,
         compared=len(pairs),
         right_token_moved_at_most=moved_at_most(pairs),
@@ -103,17 +105,17 @@ def _talk_row(name: str, result: dict[str, Any], plain_engine: str, plain: list[
     )
 
 
-def count_differences(pairs: list[tuple[Row, Row]]) -> tuple[int, int]:
-    """Return how many answers differ, and how many of them outside ties."""
+def find_differences(pairs: list[tuple[Row, Row]]) -> tuple[int, list[list[float]]]:
+    """Return how many answers differ, and both engines' gaps where both have a tie."""
     different = [pair for pair in pairs if pair[0]["tokens"] != pair[1]["tokens"]]
-    return len(different), sum(not _is_tie(*pair) for pair in different)
+    gaps = [_gaps_at_first_difference(*pair) for pair in different]
+    return len(different), [both for both in gaps if all(gap < TIE for gap in both)]
 
 
-def _is_tie(first: Row, second: Row) -> bool:
-    """Return whether both engines have a tie at the first different token."""
+def _gaps_at_first_difference(first: Row, second: Row) -> list[float]:
     tokens = zip(first["tokens"], second["tokens"], strict=True)
     place = next(place for place, (a, b) in enumerate(tokens) if a != b)
-    return all(answer["gaps"][place] < TIE for answer in (first, second))
+    return [first["gaps"][place], second["gaps"][place]]
 
 
 def moved_at_most(pairs: list[tuple[Row, Row]]) -> float:
@@ -295,7 +297,8 @@ def judge_wide(results: Results, reference: dict[str, Any]) -> list[Row]:
             result_row |= {"passed": None if rows else False}
         result_rows.append(result_row)
         if twin != name:
-            different, outside = count_differences(list(zip(rows, other, strict=False)))
+            different, ties = find_differences(list(zip(rows, other, strict=False)))
+            outside = different - len(ties)
             complete = bool(rows) and len(rows) == len(other)
             result_rows.append(
                 row(
@@ -303,6 +306,7 @@ def judge_wide(results: Results, reference: dict[str, Any]) -> list[Row]:
                     None if complete and WITHOUT_VERDICT in name else complete and not outside,
                     [name, twin],
                     different=different,
+                    gaps_at_ties=ties,
                     different_outside_ties=outside,
                     divergence=divergences(other, rows),
                 )
