@@ -150,7 +150,7 @@ cpu-models: venv ## published models in a guest of the lab; writes to proofs/res
 cpu-tools: venv ## typed tool calls through chat templates and the engines' parsers; writes to proofs/results/cpu (root)
 	RESULTS=write $(PY) -m pytest tests/engine/test_tool_calls.py
 
-gpu-repeats: ## count wrong tokens of long conversations, several engines per GPU; writes to SPARK_GPU_RESULTS
+gpu-repeats: ## check answers and tokens of repeated conversations, several engines per GPU; writes to SPARK_GPU_RESULTS
 	$(GPU_PYTHON) -m proofs.recall.repeats --out $(SPARK_GPU_RESULTS)
 
 gpu-train: ## train the recall model again on a CUDA machine, minutes; writes to build/recall

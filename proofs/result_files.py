@@ -23,7 +23,6 @@ QUESTION_KEYS = (
     "prompt",
     "tokens",
     "logprobs",
-    "gaps",
     "unlikely",
 )
 

@@ -14,7 +14,7 @@ import numpy as np
 from proofs.engine import case as engine_case
 from proofs.engine import quick
 from proofs.recall import language, sampling
-from proofs.recall.judge import COUNTS, unlikely_steps
+from proofs.recall.judge import COUNTS, judge_answer, unlikely_steps
 from proofs.recall.language import Context, Question
 
 FIRST_TURNS = (1504, 2336, 3008, 544, 4512, 7008)
@@ -200,9 +200,9 @@ WAYS: dict[str, Callable[..., None]] = {
 
 
 KEPT = 40
+FEW = 8
 SEEDS_OF_A_TALK = 100
 """Conversations of one seed use about 60 of the following ones for their clients."""
-STEPS_KEPT = 6
 
 
 def generate(llm: Any, prompts: list[list[int]], counts: list[int]) -> list[dict[str, Any]]:
@@ -224,24 +224,6 @@ def generate(llm: Any, prompts: list[list[int]], counts: list[int]) -> list[dict
         ]
         answers.append({"tokens": list(output.token_ids), "steps": steps})
     return answers
-
-
-def judge_answer(answer: dict[str, Any], wanted: list[int]) -> dict[str, Any]:
-    right = [
-        step.get(str(token), min(step.values()))
-        for step, token in zip(answer["steps"], wanted, strict=True)
-    ]
-    return {
-        "right": answer["tokens"] == wanted,
-        "tokens": answer["tokens"],
-        "logprobs": [round(value, 4) for value in right],
-        "gaps": [round(best - second, 4) for best, second in map(best_two, answer["steps"])],
-        "steps": answer["steps"][:STEPS_KEPT],
-    }
-
-
-def best_two(step: dict[str, float]) -> list[float]:
-    return sorted(step.values())[:-3:-1]
 
 
 def recall(llm: Any, lengths: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
@@ -296,11 +278,13 @@ def repeat(llm: Any, seed: int, seconds: float) -> dict[str, Any]:
             for place, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
                 counts["answers"] += 1
                 counts["tokens"] += len(answer["tokens"])
-                counts["wrong"] += answer["tokens"] != prompt.answer
-                if unlikely := unlikely_steps(answer):
+                wrong = answer["tokens"] != prompt.answer
+                counts["wrong"] += wrong
+                unlikely = unlikely_steps(answer)
+                if wrong or unlikely:
                     about = {"seed": seed, "round": number, "place": place, "kind": prompt.kind}
                     about |= {"client": prompt.client, "length": len(prompt.prompt)}
-                    about |= {"wanted": prompt.answer, "tokens": answer["tokens"]}
+                    about |= {"wanted": prompt.answer[:FEW], "tokens": answer["tokens"][:FEW]}
                     suspect.append({**about, "unlikely": unlikely})
         counts["talks"] += 1
         seed += SEEDS_OF_A_TALK

@@ -6,8 +6,10 @@ from proofs.judges.answers import acceptance, change, row
 Row = dict[str, Any]
 Results = dict[str, dict[str, Any]]
 CLEAR = math.log(1 / 2)
-TIE = math.log(2)
-"""Rounding may decide between tokens whose log-probabilities differ by less."""
+TIE = 0.13
+"""Tokens are tied if their log-probabilities differ by less: twice the largest change of a right
+token's log-probability between engines that answer alike (0.064)."""
+STEPS_KEPT = 6
 
 PARTS = 4
 
@@ -46,14 +48,32 @@ COUNTS = ("talks", "answers", "tokens", "wrong")
 ROUNDING = 1e-4
 
 
+def judge_answer(answer: Row, wanted: list[int]) -> Row:
+    right = [
+        step.get(str(token), min(step.values()))
+        for step, token in zip(answer["steps"], wanted, strict=True)
+    ]
+    return {
+        "right": answer["tokens"] == wanted,
+        "tokens": answer["tokens"],
+        "logprobs": [round(value, 4) for value in right],
+        "best": [best_tokens(step) for step in answer["steps"]],
+        "steps": answer["steps"][:STEPS_KEPT],
+    }
+
+
+def best_tokens(step: dict[str, float]) -> dict[str, float]:
+    return dict(sorted(step.items(), key=lambda item: -item[1])[:5])
+
+
 def unlikely_steps(answer: Row) -> list[Row]:
     """Return the steps with NaN or a token that is not the most likely, with the best five."""
     found = []
     for place, (token, step) in enumerate(zip(answer["tokens"], answer["steps"], strict=True)):
-        best = sorted(step.items(), key=lambda item: -item[1])[:5]
+        best = best_tokens(step)
         own = step.get(str(token), -math.inf)
-        if math.isnan(sum(step.values())) or own < best[0][1] - ROUNDING:
-            found.append({"place": place, "token": token, "logprob": own, "best": dict(best)})
+        if math.isnan(sum(step.values())) or own < next(iter(best.values())) - ROUNDING:
+            found.append({"place": place, "token": token, "logprob": own, "best": best})
     return found
 
 

@@ -1,4 +1,4 @@
-"""Count wrong tokens on busy GPUs, with and without prefix caching and drafts.
+"""Check answers and tokens on busy GPUs, with and without prefix caching and drafts.
 
     python3 -m proofs.recall.repeats --out DIR [--seconds 240] [--engines-per-gpu 8]
 

@@ -5,6 +5,7 @@ depends on a single training. Each claim about a cache comes with a damaged engi
 the same judge.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -80,7 +81,7 @@ def _talk_row(name: str, result: dict[str, Any], plain_engine: str, plain: list[
         claim = f"{name}: the damage is detected"
         passed = outside > 0
     else:
-        claim = f"{name}: every answer token for token as without cache and drafts"
+        claim = f"{name}: every answer as without cache and drafts, outside ties"
         passed = not outside and len(pairs) == len(rows)
         if name == plain_engine:
             claim = f"{name}: the model gives {1 - UNKNOWN:.0%} right answers"
@@ -93,7 +94,7 @@ def _talk_row(name: str, result: dict[str, Any], plain_engine: str, plain: list[
         [name, plain_engine],
         **figures,
         other_than_plain=different,
-        gaps_at_ties=ties,
+        ties=ties,
         other_outside_ties=outside,
         compared=len(pairs),
         right_token_moved_at_most=moved_at_most(pairs),
@@ -105,17 +106,28 @@ def _talk_row(name: str, result: dict[str, Any], plain_engine: str, plain: list[
     )
 
 
-def find_differences(pairs: list[tuple[Row, Row]]) -> tuple[int, list[list[float]]]:
-    """Return how many answers differ, and both engines' gaps where both have a tie."""
+def find_differences(pairs: list[tuple[Row, Row]]) -> tuple[int, list[Row]]:
+    """Return how many answers differ, and those where both engines have a tie."""
     different = [pair for pair in pairs if pair[0]["tokens"] != pair[1]["tokens"]]
-    gaps = [_gaps_at_first_difference(*pair) for pair in different]
-    return len(different), [both for both in gaps if all(gap < TIE for gap in both)]
+    ties = []
+    for first, second in different:
+        tokens = zip(first["tokens"], second["tokens"], strict=False)
+        place = next((place for place, (a, b) in enumerate(tokens) if a != b), None)
+        if place is None:
+            continue
+        both = [first["tokens"][place], second["tokens"][place]]
+        gaps = [_gap(answer["best"][place], *both) for answer in (first, second)]
+        if all(gap < TIE for gap in gaps):
+            about = {key: first[key] for key in ("client", "round", "kind") if key in first}
+            ties.append({**about, "place": place, "tokens": both, "gaps": gaps})
+    return len(different), ties
 
 
-def _gaps_at_first_difference(first: Row, second: Row) -> list[float]:
-    tokens = zip(first["tokens"], second["tokens"], strict=True)
-    place = next(place for place, (a, b) in enumerate(tokens) if a != b)
-    return [first["gaps"][place], second["gaps"][place]]
+def _gap(best: dict[str, float], first: int, second: int) -> float:
+    """Return the distance of two tokens' log-probabilities, inf if one is not among the best."""
+    if not {str(first), str(second)} <= best.keys():
+        return math.inf
+    return round(abs(best[str(first)] - best[str(second)]), 4)
 
 
 def moved_at_most(pairs: list[tuple[Row, Row]]) -> float:
@@ -281,8 +293,8 @@ def _three_bits_row(results: Results, name: str, base: list[Row]) -> Row:
 def judge_wide(results: Results, reference: dict[str, Any]) -> list[Row]:
     """Judge answers at the longest context, and that concurrent equal sequential answers.
 
-    As in conversations, answers may differ at ties. With 4-bit keys, which no
-    profile uses, differences are recorded without a verdict.
+    As in conversations, answers may differ at ties. With 4-bit keys, which no profile uses,
+    differences are recorded without a verdict.
     """
     base, result_rows = answers_of(results, "wide-16bit"), []
     for name in results:
@@ -306,7 +318,7 @@ def judge_wide(results: Results, reference: dict[str, Any]) -> list[Row]:
                     None if complete and WITHOUT_VERDICT in name else complete and not outside,
                     [name, twin],
                     different=different,
-                    gaps_at_ties=ties,
+                    ties=ties,
                     different_outside_ties=outside,
                     divergence=divergences(other, rows),
                 )

@@ -14,6 +14,7 @@ from proofs.flash import talks
 from proofs.judges.answers import judge_engines, row, show
 from proofs.judges.talks import EAGER, SHAPES, TWINS, Word, judge_conversations, reruns
 from proofs.recall import verdicts
+from proofs.recall.judge import judge_answer
 
 RAN, DIED = {"state": "ran"}, {"state": "died"}
 
@@ -43,23 +44,24 @@ def test_display_only_comparison_fails_if_its_engine_is_missing():
     assert show(row("a: ran", False, ["a"], state="died"), "shown")["passed"] is False
 
 
-def answer(token, right, other=None):
+def answer(token, right, other=None, said=None):
     """Return the answer of an engine that gives these probabilities to tokens 1 and 2."""
-    logprobs = [math.log(right), math.log(other or 1 - right)]
-    return {"length": 32, "kind": "record", "depth": 0.5, "right": token == 1, "tokens": [token],
-            "logprobs": logprobs[:1], "gaps": [abs(logprobs[0] - logprobs[1])],
-            "steps": [{"1": logprobs[0], "2": logprobs[1]}]}  # fmt: skip
+    step = {"1": math.log(right), "2": math.log(other or 1 - right)}
+    judged = judge_answer({"tokens": [said or token], "steps": [step]}, [1])
+    return {"length": 32, "kind": "record", "depth": 0.5, **judged}
 
 
 @pytest.mark.parametrize(
     ("alone", "together", "passed"),
     [
         ((1, 0.9), (1, 0.8), True),
-        ((1, 0.6), (2, 0.4), True),
-        ((1, 0.22, 0.21), (2, 0.21, 0.26), True),  # no token has a third of the probability
-        ((1, 0.9), (2, 0.4), False),  # a tie only with the other requests
-        ((1, 0.3), (2, 0.45), False),
+        ((1, 0.52), (2, 0.48), True),
+        ((1, 0.22, 0.21), (2, 0.21, 0.23), True),  # no token has a third of the probability
+        ((1, 0.6), (2, 0.4), False),
+        ((1, 0.9), (2, 0.49), False),  # a tie only with the other requests
         ((1, 0.9), (2, 0.1), False),
+        ((1, 0.5), (1, 0.5, 0.5, 777), False),  # a token that is not in the tie
+        ((1, 0.5), (2, math.nan), False),
         ((1, 0.9), None, False),
     ],
 )
