@@ -33,9 +33,10 @@ def run_cases(
     """
     out.mkdir(parents=True, exist_ok=True)
     devices = visible_devices()
-    cards, shared = itertools.cycle(devices), {}
-    if at_once > 1:  # torch would start a thread per core in every engine
-        shared["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // at_once))
+    cards = itertools.cycle(devices)
+    # torch would start a thread per core in every engine
+    cores = int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
+    shared = {"OMP_NUM_THREADS": str(max(1, cores // at_once))}
     jobs = {}
     with ThreadPoolExecutor(at_once) as pool:
         for case in cases:
@@ -92,7 +93,7 @@ def _run(
         options["speculative_config"] = {**draft, "model": str(trees / draft["model"])}
     path.write_text(json.dumps({**case, "options": options, "tree": str(trees / case["tree"])}))
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(devices)}
-    environment = {**shared, **os.environ, "PYTHONUNBUFFERED": "1", **visible}
+    environment = {**os.environ, **shared, "PYTHONUNBUFFERED": "1", **visible}
     command = [sys.executable, "-m", module, str(path), str(out)]
     with ExitStack() as stack:
         for device in devices:  # in order: two engines never wait for each other

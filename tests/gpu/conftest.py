@@ -11,6 +11,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "files" / "image"))
 
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # torch would start a thread per core in every test
+    cores_per_test = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores_per_test)))
 
 LONGEST = ("[sizes]", "damaged_vision_towers", "ngram_table_from_a_file", "two_hosts", "[two-gpus]")
 
