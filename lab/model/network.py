@@ -32,6 +32,7 @@ class Rounding(nn.Module):
         return weight + (self.rounded(weight.detach()) - weight.detach())
 
     def rounded(self, weight: Tensor) -> Tensor:
+        """Each format defines it."""
         raise NotImplementedError
 
 

@@ -200,9 +200,9 @@ WAYS: dict[str, Callable[..., None]] = {
 
 
 KEPT = 40
-FEW = 8
+EXAMPLE_TOKENS = 8
 SEEDS_OF_A_TALK = 100
-"""Conversations of one seed use about 60 of the following ones for their clients."""
+"""The clients of a conversation use about 60 of the next seeds."""
 
 
 def generate(llm: Any, prompts: list[list[int]], counts: list[int]) -> list[dict[str, Any]]:
@@ -266,8 +266,8 @@ def converse(llm: Any, seed: int, long: bool) -> list[dict[str, Any]]:
 def repeat(llm: Any, seed: int, seconds: float) -> dict[str, Any]:
     """Repeat conversations with new seeds for ``seconds``; return counts and suspect answers.
 
-    At temperature 0 each token must be the most likely of its step. Otherwise the token or the
-    log-probabilities were computed or copied incorrectly.
+    Suspect answers are wrong, which may be the model's error, or contain a token that is not the
+    most likely of its step. At temperature 0, such a token was computed or copied incorrectly.
     """
     ended = time.monotonic() + seconds
     counts, suspect = dict.fromkeys(COUNTS, 0), []
@@ -284,7 +284,10 @@ def repeat(llm: Any, seed: int, seconds: float) -> dict[str, Any]:
                 if wrong or unlikely:
                     about = {"seed": seed, "round": number, "place": place, "kind": prompt.kind}
                     about |= {"client": prompt.client, "length": len(prompt.prompt)}
-                    about |= {"wanted": prompt.answer[:FEW], "tokens": answer["tokens"][:FEW]}
+                    about |= {
+                        "wanted": prompt.answer[:EXAMPLE_TOKENS],
+                        "tokens": answer["tokens"][:EXAMPLE_TOKENS],
+                    }
                     suspect.append({**about, "unlikely": unlikely})
         counts["talks"] += 1
         seed += SEEDS_OF_A_TALK

@@ -14,12 +14,12 @@ NEARLY = {"275": -1.51, "274": -1.57, "85": -2.2}
 FLAT = {"275": -1.2, "274": -1.57, "85": -2.2}
 
 
-def turn(token, step, round=0, first=7):
+def turn(token, step, number=0, first=7):
     answer = {"tokens": [first, token], "steps": [{str(first): -0.01, "9": -8.0}, step]}
     row = judge_answer(answer, WANTED)
     if unlikely := unlikely_steps(answer):
         row["unlikely"] = unlikely
-    about = {"round": round, "place": 0, "client": "a", "kind": "register", "prompt": "0"}
+    about = {"round": number, "place": 0, "client": "a", "kind": "register", "prompt": "0"}
     return {**about, "length": 32, "hits_so_far": 272, **row}
 
 
@@ -57,12 +57,12 @@ def test_excused_difference_is_reported_with_its_tokens_and_gaps():
 
 
 def test_one_tie_does_not_excuse_another_difference():
-    tied, wrong = turn(275, NEARLY), turn(275, {"275": -0.01, "274": -7.0}, round=1)
-    assert judged(tied, wrong, plain=[turn(274, TIED), turn(274, SURE, round=1)])[0] is False
+    tied, wrong = turn(275, NEARLY), turn(275, {"275": -0.01, "274": -7.0}, number=1)
+    assert judged(tied, wrong, plain=[turn(274, TIED), turn(274, SURE, number=1)])[0] is False
 
 
 def test_answer_without_a_counterpart_fails():
-    assert judged(turn(274, SURE), plain=[turn(274, SURE, round=1)])[0] is False
+    assert judged(turn(274, SURE), plain=[turn(274, SURE, number=1)])[0] is False
 
 
 @pytest.mark.parametrize(("own", "detected"), [((275, NEARLY), False), ((275, FLAT), True)])
