@@ -22,7 +22,7 @@ from spark_deploy.config.catalog.types import Catalog  # noqa: E402
 from spark_deploy.config.errors import CatalogError  # noqa: E402
 from spark_deploy.config.settings.types import Settings  # noqa: E402
 from spark_deploy.plan.memory import gib, loaded_bytes, plan_memory, weight_sizes  # noqa: E402
-from tools.docs import evidence, screens, speed  # noqa: E402
+from tools.docs import evidence, screens, speed, speed_fit  # noqa: E402
 from tools.docs.declared import DOCUMENTS, all_yml, command_rows, row, schema_file, settings_page  # noqa: E402
 
 DEFAULT = Settings()
@@ -234,6 +234,9 @@ PARTS: dict[str, dict[str, Callable[[], Iterable[str]]]] = {
         "break-even": lambda: speed.break_even_rows(catalog()),
         "depth": lambda: speed.depth_rows(catalog()),
         "steps": lambda: speed.step_rows(catalog()),
+        "left out": lambda: speed_fit.left_out_rows(catalog()),
+        "other heads": lambda: speed_fit.h100_rows(catalog()),
+        "head gain": lambda: speed_fit.head_gain_rows(catalog()),
     },
     "docs/reference/what-is-proven.md": {
         "parts": functools.partial(evidence.proven_rows, CHECKOUT),

@@ -72,8 +72,8 @@ def compared_rows(catalog: Catalog) -> Iterator[str]:
     speeds = ("published, tokens/s", "differences", "computed, tokens/s", "error, %")
     yield from (row("profile", "model", "requests", *speeds), f"|{'---|' * 7}")
     missed = []
-    for name, model, figure, published in _published(catalog):
-        shape, profile = _shape(catalog, model), catalog.profile(name, model)
+    for name, model, figure, published in published_figures(catalog):
+        shape, profile = shape_of(catalog, model), catalog.profile(name, model)
         computed = compute_speed(shape, profile, requests=figure.requests).tokens_per_s
         error = computed / published - 1
         source = figure.source.replace("not measured by this project", "")
@@ -110,8 +110,8 @@ def measured_rows(catalog: Catalog) -> Iterator[str]:
 
 def step_rows(catalog: Catalog) -> Iterator[str]:
     model = Settings().model
-    names = dict.fromkeys(name for name, of, *_ in _published(catalog) if of == model)
-    steps = [compute_speed(_shape(catalog, model), catalog.profile(n, model)) for n in names]
+    names = dict.fromkeys(name for name, of, *_ in published_figures(catalog) if of == model)
+    steps = [compute_speed(shape_of(catalog, model), catalog.profile(n, model)) for n in names]
     yield from (row("", *names), f"|---|{'---|' * len(names)}")
     for part in dict.fromkeys(part for step in steps for part, _ in step.parts_s):
         yield row(part, *(f"{dict(step.parts_s).get(part, 0.0) * 1000:.1f}" for step in steps))
@@ -122,13 +122,13 @@ def step_rows(catalog: Catalog) -> Iterator[str]:
 def default_speed(catalog: Catalog, profile: str) -> float:
     """Return computed tokens/s of the default model for a single request."""
     model = Settings().model
-    return compute_speed(_shape(catalog, model), catalog.profile(profile, model)).tokens_per_s
+    return compute_speed(shape_of(catalog, model), catalog.profile(profile, model)).tokens_per_s
 
 
 def v3_rows(catalog: Catalog) -> Iterator[str]:
     """Yield the computed step of v2 and of each further part of v3."""
     model = Settings().model
-    shape, v2, v3 = _shape(catalog, model), *(catalog.profile(n, model) for n in ("v2", "v3"))
+    shape, v2, v3 = shape_of(catalog, model), *(catalog.profile(n, model) for n in ("v2", "v3"))
     drafter = replace(v2, drafter=v3.drafter)
     fp32 = replace(v3, options=v2.options)
     parts = {
@@ -148,7 +148,7 @@ def v3_rows(catalog: Catalog) -> Iterator[str]:
 
 def depth_rows(catalog: Catalog) -> Iterator[str]:
     """Yield the computed speed of v3 by requests and drafts."""
-    shape, v3 = _shape(catalog, Settings().model), catalog.profile("v3", Settings().model)
+    shape, v3 = shape_of(catalog, Settings().model), catalog.profile("v3", Settings().model)
     assert v3.speculation is not None
     always = replace(v3.speculation, num_speculative_tokens_per_batch_size=None)
     drafts = range(MAX_DRAFTS + 1)
@@ -164,7 +164,7 @@ def depth_rows(catalog: Catalog) -> Iterator[str]:
 
 def break_even_rows(catalog: Catalog) -> Iterator[str]:
     """Yield the share of drafts that v3's draft vocabulary must contain to raise the speed."""
-    shape, v3 = _shape(catalog, Settings().model), catalog.profile("v3", Settings().model)
+    shape, v3 = shape_of(catalog, Settings().model), catalog.profile("v3", Settings().model)
     assert v3.speculation is not None
     all_tokens = replace(v3, speculation=replace(v3.speculation, draft_vocabulary_tokens=None))
     few, every = compute_speed(shape, v3), compute_speed(shape, all_tokens)
@@ -191,13 +191,13 @@ def number_rows() -> Iterator[str]:
     yield from (row(*cells) for cells in NUMBERS)
 
 
-def _shape(catalog: Catalog, name: str) -> Architecture:
+def shape_of(catalog: Catalog, name: str) -> Architecture:
     model = catalog.model(name)
     assert isinstance(model, HybridModel), f"{name}: published figures need a hybrid model"
     return model.architecture
 
 
-def _published(catalog: Catalog) -> list[tuple[str, str, Figure, float]]:
+def published_figures(catalog: Catalog) -> list[tuple[str, str, Figure, float]]:
     rows = [
         (name, figure.model, figure, figure.tokens_per_s)
         for name in catalog.profile_names
