@@ -1,8 +1,9 @@
 """The speed model's errors for figures left out of its fit, and with an H100's LM heads."""
 
 import json
+import textwrap
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import contextmanager
 from dataclasses import dataclass
 from unittest import mock
 
@@ -18,6 +19,7 @@ from tools.docs.speed import default_speed, published_figures, shape_of
 KERNELS = {"int8-g128": "marlin", "int8-triton": "own"}
 """Name of each LM head's kernel in the result file."""
 GAUSS_NEWTON_STEPS = 8
+WIDTH = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,36 +37,46 @@ class Published:
 
 
 def left_out_rows(catalog: Catalog) -> Iterator[str]:
-    figures = _read_figures(catalog)
-    errors = {}
+    figures = read_figures(catalog)
+    missed = []
     for figure in figures:
-        with fit([other for other in figures if other is not figure]):
-            errors[f"`{figure.name}` of {figure.model}"] = 100 * figure.error()
-    largest = sorted(errors, key=lambda name: -abs(errors[name]))[:3]
-    missed = " and ".join(f"{errors[name]:+.1f} % for {name}" for name in largest[:2])
-    yield f"If we leave a figure out of the fit, the estimate misses it by {missed},"
-    yield f"and by at most {abs(errors[largest[2]]):.1f} % for the others."
+        with fitted(fit([other for other in figures if other is not figure])):
+            missed.append((100 * figure.error(), f"`{figure.name}` of {figure.model}"))
+    first, second, (third, _), *_ = sorted(missed, key=lambda item: -abs(item[0]))
+    named = " and ".join(f"{error:+.1f} % for {name}" for error, name in (first, second))
+    yield from textwrap.wrap(
+        f"If we leave a figure out of the fit, the estimate misses it by {named}, and by at most "
+        f"{abs(third):.1f} % for the others.",
+        WIDTH,
+    )
 
 
 def h100_rows(catalog: Catalog) -> Iterator[str]:
-    figures = _read_figures(catalog)
-    with mock.patch.dict(speed.HEADS, _read_h100_efficiencies()), fit(figures):
+    figures = read_figures(catalog)
+    with mock.patch.dict(speed.HEADS, _read_h100_efficiencies()), fitted(fit(figures)):
         v2, v3 = (default_speed(catalog, name) for name in ("v2", "v3"))
         largest = max(abs(figure.error()) for figure in figures)
-    yield "With the efficiencies that we measured for both INT8 heads on an H100, and a new fit,"
-    yield f"`v2` reaches {v2:.1f} tokens/s and `v3` {v3:.1f} ({v3 / v2:.2f} times `v2`; largest"
-    yield f"error of the published figures {100 * largest:.1f} %)."
+    yield from textwrap.wrap(
+        "With the efficiencies that we measured for both INT8 heads on an H100, and a new fit, "
+        f"`v2` reaches {v2:.1f} tokens/s and `v3` {v3:.1f} ({v3 / v2:.2f} times `v2`; largest "
+        f"error of the published figures {100 * largest:.1f} %).",
+        WIDTH,
+    )
 
 
 def head_gain_rows(catalog: Catalog) -> Iterator[str]:
     before, after = (default_speed(catalog, name) for name in ("hybrid-mtp2", "v2"))
-    yield f"The INT8 head raises the computed speed from {before:.1f} to {after:.1f} tokens/s"
-    yield f"(+{100 * (after / before - 1):.0f} %). The published gain is 33 % (38.4 to 51); we"
-    yield "cannot explain the rest."
+    yield from textwrap.wrap(
+        f"The INT8 head raises the computed speed from {before:.1f} to {after:.1f} tokens/s "
+        f"(+{100 * (after / before - 1):.0f} %). The published gain, from 38.4 to 51, is 33 %. We "
+        "do not know the reason for the difference, but one source gives 38.4 for a single draft, "
+        "and then the published speeds differ in more than the head.",
+        WIDTH,
+    )
 
 
-def fit(figures: Sequence[Published]) -> ExitStack:
-    """Set the fitted constants by least squares of the relative errors, until the context ends."""
+def fit(figures: Sequence[Published]) -> np.ndarray:
+    """Return the time per layer and the head's efficiency with the least squared errors."""
     start = np.array([speed.LAYER_OVERHEAD_S, speed.HEADS["keep"]])
     factors = np.ones(2)
     for _ in range(GAUSS_NEWTON_STEPS):
@@ -74,23 +86,25 @@ def fit(figures: Sequence[Published]) -> ExitStack:
             for change in 1e-5 * np.eye(2)
         ]
         factors -= np.linalg.lstsq(np.transpose(slopes), errors, rcond=None)[0]
-    return _constants(start * factors)
+    return start * factors
+
+
+@contextmanager
+def fitted(constants: np.ndarray) -> Iterator[None]:
+    overhead_s, head = map(float, constants)
+    with (
+        mock.patch.object(speed, "LAYER_OVERHEAD_S", overhead_s),
+        mock.patch.dict(speed.HEADS, {"keep": head}),
+    ):
+        yield
 
 
 def _errors(figures: Sequence[Published], constants: np.ndarray) -> np.ndarray:
-    with _constants(constants):
+    with fitted(constants):
         return np.array([figure.error() for figure in figures])
 
 
-def _constants(values: np.ndarray) -> ExitStack:
-    overhead_s, head = map(float, values)
-    patches = ExitStack()
-    patches.enter_context(mock.patch.object(speed, "LAYER_OVERHEAD_S", overhead_s))
-    patches.enter_context(mock.patch.dict(speed.HEADS, {"keep": head}))
-    return patches
-
-
-def _read_figures(catalog: Catalog) -> list[Published]:
+def read_figures(catalog: Catalog) -> list[Published]:
     """Return all published figures except v2-tq's, which has a constant of its own."""
     return [
         Published(

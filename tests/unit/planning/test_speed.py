@@ -21,6 +21,7 @@ from spark_deploy.plan.speed import (
     next_turn_s,
 )
 from tests.unit.planning.plans import CATALOG, LARGE, plan_of, shipped_catalog
+from tools.docs import speed_fit
 
 SHIPPED = shipped_catalog()
 FIGURES = [
@@ -60,6 +61,12 @@ def test_other_fitted_constants_increase_the_errors(monkeypatch):
                 else:
                     patch.setattr(speed, name, change * getattr(speed, name))
                 assert squared_errors() > least
+
+
+def test_fitted_constants_are_those_of_the_published_figures():
+    overhead_s, head = speed_fit.fit(speed_fit.read_figures(SHIPPED))
+    assert overhead_s == pytest.approx(speed.LAYER_OVERHEAD_S, rel=0.01)
+    assert head == pytest.approx(HEADS["keep"], abs=0.005)
 
 
 def test_efficiencies_of_quantized_heads_match_the_result_file():
