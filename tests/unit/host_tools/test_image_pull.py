@@ -15,7 +15,7 @@ from stub_host import write_program
 
 DIGEST = f"sha256:{'5' * 64}"
 REFERENCE = f"registry.invalid:5000/lab/engine@{DIGEST}"
-STALL_S = 0.5
+STALL_S = 1.0
 A, B = "a" * 12, "b" * 12
 
 
