@@ -44,7 +44,9 @@ def plan(options: Options, estimate: bool, on_host: bool) -> int:
             replace(problem, fix=f"{problem.fix}, or add --estimate to work offline")
             for problem in error.problems
         ]) from error  # fmt: skip
-    if not estimate:
+    if estimate:
+        note("sizes are estimates; without --estimate, they come from the lock file")
+    else:
         for host in hosts:
             # Compare tensor names with the catalog unless the lock file contains a result.
             path = host.loaded.lock_path

@@ -99,8 +99,8 @@ class _CatalogFiles:
         return frozenset(
             f"{kind}/{name}"
             for kind, paths in self.paths.items()
-            for name in catalog_files(kind, checkout=self.checkout)
-            if not paths[name].is_relative_to(self.checkout / "catalog")
+            for name, shipped in catalog_files(kind, checkout=self.checkout).items()
+            if paths[name] != shipped and paths[name].read_bytes() != shipped.read_bytes()
         )
 
     def merged(self, kind: str, name: str, excluded_keys: tuple[str, ...] = ()) -> _Data:

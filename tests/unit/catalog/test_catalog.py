@@ -81,6 +81,7 @@ def test_user_catalog_files_replace_shipped_files_and_the_plan_says_so(tmp_path)
         "based_on: base\nsummary: Mine\nchoose_when: I want it\nlimits: {max_sequences: 2}\n"
     )
     (models / "mine.yml").write_text("based_on: large\nsummary: Mine, too\n")
+    shutil.copy(FIXTURE / "catalog/models/large.yml", models)
     catalog = read_catalog(FIXTURE, user_dir=tmp_path)
     assert catalog.profile("base", "large").limits.max_sequences == 2
     assert catalog.profile("base", "large").plugin == CATALOG.profile("base", "large").plugin
