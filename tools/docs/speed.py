@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import TypeAlias
 
 from spark_deploy.cli.plan import read_calibration, read_measured_speeds
 from spark_deploy.config.catalog.architecture import Architecture
@@ -26,6 +27,8 @@ from spark_deploy.plan.speed import (
 )
 from tools.docs.declared import row
 
+Published: TypeAlias = tuple[str, str, Figure, float]
+"""Profile, model, figure and its tokens/s."""
 # Sources that the page names above the table.
 COMMUNITY = r"community (stack of spring 2026 on vLLM 0\.19|report of spring 2026)"
 ON_H200 = "[measured](engine-proofs.md#lm-head-kernel) on an H200"
@@ -73,11 +76,10 @@ def compared_rows(catalog: Catalog) -> Iterator[str]:
     yield from (row("profile", "model", "requests", *speeds), f"|{'---|' * 7}")
     missed = []
     for name, model, figure, published in published_figures(catalog):
-        shape, profile = shape_of(catalog, model), catalog.profile(name, model)
-        computed = compute_speed(shape, profile, requests=figure.requests).tokens_per_s
-        error = computed / published - 1
+        error = error_of(catalog, (name, model, figure, published))
         source = figure.source.replace("not measured by this project", "")
         source = re.sub(COMMUNITY, "", source).strip(" ,;")
+        computed = published * (1 + error)
         figures = (f"{published:g}", source, f"{computed:.1f}", f"{100 * error:+.1f}")
         yield row(name, model, figure.requests, *figures)
         missed += [f"{name} with {model}"] if abs(error) > TOLERANCE else []
@@ -111,7 +113,7 @@ def measured_rows(catalog: Catalog) -> Iterator[str]:
 def step_rows(catalog: Catalog) -> Iterator[str]:
     model = Settings().model
     names = dict.fromkeys(name for name, of, *_ in published_figures(catalog) if of == model)
-    steps = [compute_speed(shape_of(catalog, model), catalog.profile(n, model)) for n in names]
+    steps = [compute_speed(_shape(catalog, model), catalog.profile(n, model)) for n in names]
     yield from (row("", *names), f"|---|{'---|' * len(names)}")
     for part in dict.fromkeys(part for step in steps for part, _ in step.parts_s):
         yield row(part, *(f"{dict(step.parts_s).get(part, 0.0) * 1000:.1f}" for step in steps))
@@ -122,13 +124,13 @@ def step_rows(catalog: Catalog) -> Iterator[str]:
 def default_speed(catalog: Catalog, profile: str) -> float:
     """Return computed tokens/s of the default model for a single request."""
     model = Settings().model
-    return compute_speed(shape_of(catalog, model), catalog.profile(profile, model)).tokens_per_s
+    return compute_speed(_shape(catalog, model), catalog.profile(profile, model)).tokens_per_s
 
 
 def v3_rows(catalog: Catalog) -> Iterator[str]:
     """Yield the computed step of v2 and of each further part of v3."""
     model = Settings().model
-    shape, v2, v3 = shape_of(catalog, model), *(catalog.profile(n, model) for n in ("v2", "v3"))
+    shape, v2, v3 = _shape(catalog, model), *(catalog.profile(n, model) for n in ("v2", "v3"))
     drafter = replace(v2, drafter=v3.drafter)
     fp32 = replace(v3, options=v2.options)
     parts = {
@@ -148,7 +150,7 @@ def v3_rows(catalog: Catalog) -> Iterator[str]:
 
 def depth_rows(catalog: Catalog) -> Iterator[str]:
     """Yield the computed speed of v3 by requests and drafts."""
-    shape, v3 = shape_of(catalog, Settings().model), catalog.profile("v3", Settings().model)
+    shape, v3 = _shape(catalog, Settings().model), catalog.profile("v3", Settings().model)
     assert v3.speculation is not None
     always = replace(v3.speculation, num_speculative_tokens_per_batch_size=None)
     drafts = range(MAX_DRAFTS + 1)
@@ -164,7 +166,7 @@ def depth_rows(catalog: Catalog) -> Iterator[str]:
 
 def break_even_rows(catalog: Catalog) -> Iterator[str]:
     """Yield the share of drafts that v3's draft vocabulary must contain to raise the speed."""
-    shape, v3 = shape_of(catalog, Settings().model), catalog.profile("v3", Settings().model)
+    shape, v3 = _shape(catalog, Settings().model), catalog.profile("v3", Settings().model)
     assert v3.speculation is not None
     all_tokens = replace(v3, speculation=replace(v3.speculation, draft_vocabulary_tokens=None))
     few, every = compute_speed(shape, v3), compute_speed(shape, all_tokens)
@@ -191,13 +193,20 @@ def number_rows() -> Iterator[str]:
     yield from (row(*cells) for cells in NUMBERS)
 
 
-def shape_of(catalog: Catalog, name: str) -> Architecture:
+def _shape(catalog: Catalog, name: str) -> Architecture:
     model = catalog.model(name)
     assert isinstance(model, HybridModel), f"{name}: published figures need a hybrid model"
     return model.architecture
 
 
-def published_figures(catalog: Catalog) -> list[tuple[str, str, Figure, float]]:
+def error_of(catalog: Catalog, published: Published) -> float:
+    name, model, figure, tokens_per_s = published
+    profile = catalog.profile(name, model)
+    computed = compute_speed(_shape(catalog, model), profile, requests=figure.requests)
+    return computed.tokens_per_s / tokens_per_s - 1
+
+
+def published_figures(catalog: Catalog) -> list[Published]:
     rows = [
         (name, figure.model, figure, figure.tokens_per_s)
         for name in catalog.profile_names

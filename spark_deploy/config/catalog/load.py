@@ -100,7 +100,7 @@ class _CatalogFiles:
             f"{kind}/{name}"
             for kind, paths in self.paths.items()
             for name, shipped in catalog_files(kind, checkout=self.checkout).items()
-            if paths[name] != shipped and paths[name].read_bytes() != shipped.read_bytes()
+            if paths[name] != shipped and not _is_copy(paths[name], shipped)
         )
 
     def merged(self, kind: str, name: str, excluded_keys: tuple[str, ...] = ()) -> _Data:
@@ -127,6 +127,13 @@ class _CatalogFiles:
         if problems:
             raise CatalogError(problems)
         return data
+
+
+def _is_copy(path: Path, shipped: Path) -> bool:
+    try:
+        return path.read_bytes() == shipped.read_bytes()
+    except OSError:  # reported if this file is used
+        return False
 
 
 def read_file(kind: str, name: str, *, user_dir: Path) -> _Data:

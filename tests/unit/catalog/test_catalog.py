@@ -73,6 +73,14 @@ def test_rejects_condition_on_unknown_key(checkout):
         catalog.model("large")
 
 
+def test_unreadable_user_catalog_file_fails_only_where_it_is_used(tmp_path):
+    (tmp_path / "catalog/profiles/base.yml").mkdir(parents=True)
+    catalog = read_catalog(FIXTURE, user_dir=tmp_path)
+    assert catalog.profile("v2", "large") == CATALOG.profile("v2", "large")
+    with pytest.raises(CatalogError, match="base"):
+        catalog.profile("base", "large")
+
+
 def test_user_catalog_files_replace_shipped_files_and_the_plan_says_so(tmp_path):
     models, profiles = tmp_path / "catalog/models", tmp_path / "catalog/profiles"
     models.mkdir(parents=True)

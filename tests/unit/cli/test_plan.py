@@ -62,7 +62,7 @@ def lock_path(tmp_path):
 def test_plan_with_estimate_and_verbose_needs_no_network(spark_deploy, words, texts):
     code, out, err = spark_deploy(*PLAN, "-v", *words)
     assert code == 0
-    assert "estimates" in err
+    assert "--estimate" in err
     assert len(err.splitlines()) == 1
     assert all(text in out for text in texts)
 

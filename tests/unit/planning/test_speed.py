@@ -64,7 +64,7 @@ def test_other_fitted_constants_increase_the_errors(monkeypatch):
 
 
 def test_fitted_constants_are_those_of_the_published_figures():
-    overhead_s, head = speed_fit.fit(speed_fit.read_figures(SHIPPED))
+    overhead_s, head = speed_fit.fit(SHIPPED, speed_fit.fitted_figures(SHIPPED))
     assert overhead_s == pytest.approx(speed.LAYER_OVERHEAD_S, rel=0.01)
     assert head == pytest.approx(HEADS["keep"], abs=0.005)
 
